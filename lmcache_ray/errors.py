@@ -1,0 +1,107 @@
+"""Every exception this project raises on purpose, in one tree.
+
+::
+
+    LMCacheRayError
+    ├── ConfigError            (ValueError)    a configuration key or value, from any source
+    ├── MetadataError          (ValueError)    an impossible LMCacheMetadata
+    ├── ShapeSpecError         (ValueError)    a KV shape or shape-spec text that cannot be meant
+    ├── LayoutError            (ValueError)    layouts, or paged KV tensors, that do not fit together
+    ├── InvalidRequestError    (ValueError)    tokens, masks, slot mappings, keys, request_configs of one call
+    ├── CapacityError          (MemoryError)   an arena that does not fit, or a chunk that does not fit an arena
+    ├── ArenaError             (OSError)       an arena file that cannot be made, mapped or trusted
+    │   └── ArenaLockedError                   another living process owns it
+    ├── ProtocolError          (RuntimeError)  a step that the protocol forbids (stale generation, unknown plan)
+    │   └── IntegrityError                     a self-check found two facts that contradict each other
+    ├── ClosedError            (RuntimeError)  a call on a closed engine, arena or cluster
+    ├── DeadlineError          (TimeoutError)  a wait that reached its deadline
+    ├── BroadcastError         (RuntimeError)  a broadcast that cannot be completed any more
+    │   └── BroadcastAborted                   its source failed or died, or its session was broken
+    └── ClusterError           (RuntimeError)  the Ray cluster cannot do what was asked
+        ├── ClusterNotFoundError (LookupError)
+        ├── ClusterExistsError
+        ├── RankUnavailableError               a rank's process is dead or does not answer
+        └── ForeignPackageError  (ImportError) a node imports a `cluster` or `lmcache_ray` that is not ours
+
+A cache miss is a value, never an exception. Every class takes one message, so that each survives pickling.
+"""
+
+
+class LMCacheRayError(Exception):
+    """Root of the tree: catch this to catch everything the project raises on purpose."""
+
+
+class ConfigError(LMCacheRayError, ValueError):
+    """A configuration key or value is wrong; the message names key, value, source and what is accepted."""
+
+
+class MetadataError(LMCacheRayError, ValueError):
+    """A metadata field has an impossible value; the message names the field."""
+
+
+class ShapeSpecError(LMCacheRayError, ValueError):
+    """A shape or shape-spec text is malformed; the message names the group's number and text."""
+
+
+class LayoutError(LMCacheRayError, ValueError):
+    """Layouts (of ranks, of paged KV tensors, of shards) do not fit together."""
+
+
+class InvalidRequestError(LMCacheRayError, ValueError):
+    """An argument of one store, retrieve, lookup, put, get or clear call is wrong."""
+
+
+class CapacityError(LMCacheRayError, MemoryError):
+    """Something does not fit; the message names both sizes."""
+
+
+class ArenaError(LMCacheRayError, OSError):
+    """An arena file cannot be created, mapped or trusted."""
+
+
+class ArenaLockedError(ArenaError):
+    """The arena file is owned by another living process."""
+
+
+class ProtocolError(LMCacheRayError, RuntimeError):
+    """A step that the slot, plan or lease protocol forbids."""
+
+
+class IntegrityError(ProtocolError):
+    """A self-check found a contradiction; the message lists all of them."""
+
+
+class ClosedError(LMCacheRayError, RuntimeError):
+    """The object was closed before the call."""
+
+
+class DeadlineError(LMCacheRayError, TimeoutError):
+    """A wait reached its deadline; the message names what was waited for and for how long."""
+
+
+class BroadcastError(LMCacheRayError, RuntimeError):
+    """A broadcast cannot be completed."""
+
+
+class BroadcastAborted(BroadcastError):
+    """The source of a broadcast failed or died, or the session that orders it was broken."""
+
+
+class ClusterError(LMCacheRayError, RuntimeError):
+    """The Ray cluster cannot do what was asked."""
+
+
+class ClusterNotFoundError(ClusterError, LookupError):
+    """No cache cluster of that name lives in that namespace."""
+
+
+class ClusterExistsError(ClusterError):
+    """A cache cluster of that name already lives in that namespace."""
+
+
+class RankUnavailableError(ClusterError):
+    """A rank's process is dead or unreachable; the message names the rank."""
+
+
+class ForeignPackageError(ClusterError, ImportError):
+    """A node would import a `cluster` or `lmcache_ray` package that is not this project's."""
