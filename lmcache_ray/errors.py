@@ -8,6 +8,7 @@
     ├── ShapeSpecError         (ValueError)    a KV shape or shape-spec text that cannot be meant
     ├── LayoutError            (ValueError)    layouts, or paged KV tensors, that do not fit together
     ├── InvalidRequestError    (ValueError)    tokens, masks, slot mappings, keys, request_configs of one call
+    ├── WorkloadError          (ValueError)    a trace that cannot be read, or a workload that cannot be made
     ├── CapacityError          (MemoryError)   an arena that does not fit, or a chunk that does not fit an arena
     ├── ArenaError             (OSError)       an arena file that cannot be made, mapped or trusted
     │   └── ArenaLockedError                   another living process owns it
@@ -25,6 +26,8 @@
 
 A cache miss is a value, never an exception. Every class takes one message, so that each survives pickling.
 """
+
+import reprlib
 
 
 class LMCacheRayError(Exception):
@@ -49,6 +52,10 @@ class LayoutError(LMCacheRayError, ValueError):
 
 class InvalidRequestError(LMCacheRayError, ValueError):
     """An argument of one store, retrieve, lookup, put, get or clear call is wrong."""
+
+
+class WorkloadError(LMCacheRayError, ValueError):
+    """A trace cannot be read (the message names source and line), or a workload cannot be made as asked."""
 
 
 class CapacityError(LMCacheRayError, MemoryError):
@@ -105,3 +112,8 @@ class RankUnavailableError(ClusterError):
 
 class ForeignPackageError(ClusterError, ImportError):
     """A node would import a `cluster` or `lmcache_ray` package that is not this project's."""
+
+
+def shown(value: object) -> str:
+    """A refused value as error messages show it: what it is, shortened, and its type."""
+    return f"{reprlib.repr(value)} ({type(value).__name__})"

@@ -1,0 +1,19 @@
+"""The Ray edge of lmcache_ray: one actor per rank, one coordinator, and the client that drives them.
+
+Importing this package imports neither Ray nor torch; `CacheCluster`, `Request` and `ClusterStatus` are loaded when
+first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+__all__ = ["CacheCluster", "ClusterStatus", "Request"]
+
+if TYPE_CHECKING:
+    from .client import CacheCluster, ClusterStatus, Request
+else:
+
+    def __getattr__(name: str) -> object:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(".client", __name__), name)
