@@ -1,0 +1,104 @@
+"""The configuration's keys: one static field each, with its default and the spelling that reads it.
+
+Apart from `config.py` so that the list of keys can be read at a glance; `configs/full.yaml` is the same list for
+users, and a test keeps the two equal. Fields are declared plainly, so editors and type checkers see every key.
+"""
+
+from typing import Annotated, Final, Literal, get_type_hints
+
+from pydantic import BeforeValidator, field_validator
+from pydantic.dataclasses import dataclass
+
+from lmcache_ray.config_spelling import Choice, Maybe, Number, Spelling, Text, Truth, Whole
+
+CACHE_POLICIES: Final = ("LRU", "LFU", "FIFO")
+
+_MAX_GIB: Final = 2.0**20
+_MAX_SECONDS: Final = 1e9  # about 30 years; the waiting calls of every platform take it
+_NAME: Final = Text(
+    "1 to 63 letters, digits, '.', '_' or '-', a letter or digit first", "[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
+)
+
+Flag = Annotated[bool, BeforeValidator(Truth())]
+Count = Annotated[int, BeforeValidator(Whole(0))]
+PositiveCount = Annotated[int, BeforeValidator(Whole(1))]
+OptionalPositiveCount = Annotated[int | None, BeforeValidator(Maybe(Whole(1)))]
+Gibibytes = Annotated[float, BeforeValidator(Number("GiB", _MAX_GIB))]
+Seconds = Annotated[float, BeforeValidator(Number("seconds", _MAX_SECONDS))]
+Policy = Annotated[Literal["LRU", "LFU", "FIFO"], BeforeValidator(Choice(CACHE_POLICIES))]
+OptionalText = Annotated[str | None, BeforeValidator(Maybe(Text("printable text"), empty_is_unset=True))]
+AbsolutePath = Annotated[str, BeforeValidator(Text("an absolute path", "/.*"))]
+Name = Annotated[str, BeforeValidator(_NAME)]
+
+
+@dataclass(kw_only=True)
+class ConfigValues:
+    """Every key with its value; checked as a whole when built. Sizes are GiB (2^30 bytes) per rank."""
+
+    chunk_size: PositiveCount = 256
+    """Tokens of one chunk, the unit of caching. Wins over the metadata's."""
+    local_cpu: Flag = True
+    """Whether the cpu tier is used. It is the only tier, so it cannot be switched off."""
+    max_local_cpu_size: Gibibytes = 5.0
+    """Size of a rank's arena in GiB, unless `capacity_chunks` says it in chunks."""
+    capacity_chunks: OptionalPositiveCount = None
+    """Chunks that a rank's arena holds; overrides `max_local_cpu_size`."""
+    arena_dir: AbsolutePath = "/dev/shm"
+    """Directory of the arena files: a memory file system on every node."""
+    save_unfull_chunk: Flag = False
+    """Whether the partial chunk at a prompt's end is cached too."""
+    cache_policy: Policy = "LRU"
+    """Which chunks are evicted first."""
+    block_size: PositiveCount = 16
+    """Tokens of one block of the paged KV that this project allocates itself."""
+    model_revision: OptionalText = None
+    """Revision of the model's weights; part of every chunk key."""
+    lmcache_instance_id: OptionalText = None
+    """Name of this engine in reports; never part of a key."""
+    min_retrieve_tokens: Count = 0
+    """Shorter prefix hits are not retrieved."""
+    lookup_timeout_ms: PositiveCount = 3000
+    """Milliseconds after which a lookup answers 0."""
+    lease_timeout_s: Seconds = 300.0
+    """Seconds after which a pin that nobody released or renewed ends. LMCache's name: `pin_timeout_sec`."""
+    call_timeout_s: Seconds = 30.0
+    """Seconds by which every store, retrieve or clear returns."""
+    restart_window_s: Seconds = 60.0
+    """Seconds for which the memory of a dead rank is kept for its successor."""
+    cluster_name: Name = "default"
+    """Name of the cache cluster."""
+    cluster_namespace: Name = "lmcache_ray"
+    """Ray namespace of the cache cluster's actors."""
+
+    @field_validator("local_cpu")
+    @classmethod
+    def _needs_a_tier(cls, local_cpu: bool) -> bool:
+        if not local_cpu:
+            raise ValueError(
+                "is not possible: the cpu tier is the only tier, without it nothing is cached; accepted: true"
+            )
+        return local_cpu
+
+    @property
+    def pin_timeout_sec(self) -> float:
+        """LMCache's name of `lease_timeout_s`."""
+        return self.lease_timeout_s
+
+
+ALIASES: Final = {"pin_timeout_sec": "lease_timeout_s"}
+"""Second names of keys."""
+
+
+def spellings() -> dict[str, Spelling[object]]:
+    """The spelling of every key, in the order of the fields."""
+    hints = get_type_hints(ConfigValues, include_extras=True)
+    return {key: _spelling_of(hint) for key, hint in hints.items()}
+
+
+def _spelling_of(hint: object) -> Spelling[object]:
+    marks: tuple[object, ...] = getattr(hint, "__metadata__", ())
+    (spelling,) = (mark.func for mark in marks if isinstance(mark, BeforeValidator))
+    return spelling  # type: ignore[return-value]  # pydantic types it as any validator function
+
+
+SPELLINGS: Final = spellings()
