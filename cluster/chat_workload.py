@@ -39,8 +39,9 @@ class _Turn:
 def chat_workload(*, seed: int = 0, num_requests: int = 300, num_system_prompts: int = 4) -> list[TraceRequest]:
     """`num_requests` requests in order of arrival; the same arguments give the same requests everywhere.
 
-    A longer workload of the same seed begins with the shorter one. Hash ids obey the rule of traces: an id stands for everything up to and including its block. Raises
-    `WorkloadError` for a negative number, a seed of 2**64 or more, or no system prompt at all.
+    A longer workload of the same seed begins with the shorter one. Hash ids obey the rule of traces: an id stands for
+    everything up to and including its block. Raises `WorkloadError` for a negative number, a seed of 2**64 or more,
+    or no system prompt at all.
     """
     if not 0 <= seed < 2**64:
         raise WorkloadError(f"seed must be at least 0 and below 2**64; got {seed}")

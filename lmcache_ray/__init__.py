@@ -29,8 +29,9 @@ __all__ = [
 
 if TYPE_CHECKING:
     from lmcache_ray.build import build_engine, build_world
+    from lmcache_ray.clearing import ClearResult
     from lmcache_ray.config import LMCacheEngineConfig
-    from lmcache_ray.engine import ClearResult, LMCacheEngine
+    from lmcache_ray.engine import LMCacheEngine
     from lmcache_ray.errors import LMCacheRayError
     from lmcache_ray.kv_layer_groups import KVLayerGroupInfo, KVLayerGroupsManager
     from lmcache_ray.layout import Placement
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from lmcache_ray.standalone.starter import LMCacheStandaloneStarter
 else:
     _HOMES: Final = {
-        "ClearResult": "engine",
+        "ClearResult": "clearing",
         "KVLayerGroupInfo": "kv_layer_groups",
         "KVLayerGroupsManager": "kv_layer_groups",
         "LMCacheEngine": "engine",

@@ -16,7 +16,7 @@ def mix64(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
     It is a bijection: different words stay different.
     """
-    mixed = words ^ (words >> np.uint64(30))
+    mixed: NDArray[np.uint64] = words ^ (words >> np.uint64(30))
     mixed *= np.uint64(0xBF58476D1CE4E5B9)
     mixed ^= mixed >> np.uint64(27)
     mixed *= np.uint64(0x94D049BB133111EB)

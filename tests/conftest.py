@@ -1,0 +1,31 @@
+"""What holds for all tests: those under unit/ and contract/ never start Ray, whose start costs them seconds."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+_WITHOUT_RAY = [Path(__file__).parent / folder for folder in ("unit", "contract")]
+
+
+@pytest.fixture(autouse=True)
+def ray_is_not_started(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fails a test under unit/ or contract/ that starts Ray. Imports nothing, so it costs those tests nothing."""
+    if not any(folder in request.path.parents for folder in _WITHOUT_RAY):
+        yield
+        return
+    ray = sys.modules.get("ray")
+    was_running = ray is not None and ray.is_initialized()
+    if ray is not None:
+        monkeypatch.setattr(ray, "init", _refuse_to_start)
+    yield
+    # The test may have been the first to import Ray.
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized() and not was_running:
+        ray.shutdown()
+        _refuse_to_start()
+
+
+def _refuse_to_start(*args: object, **kwargs: object) -> None:
+    pytest.fail("tests under tests/unit and tests/contract must not start Ray; such a test belongs in tests/on_ray")
