@@ -1,0 +1,283 @@
+"""The one index of a world: it decides for all ranks which chunks are cached, where they lie, and which are evicted.
+
+A chunk is READY only when every holder rank has committed it; it lies in the same slot number on each, and is evicted
+on all at once. Callers ask for a plan (`prepare_*`), carry it out, and report (`complete_*`); the index itself does
+nothing but decide and record. It never waits: no room is an answer.
+
+`CacheIndex` is the only door to the parts that hold its state. It is not thread-safe, and reads no clock: `now` is in
+seconds of any clock that does not go back.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final, overload
+
+from lmcache_ray.errors import ConfigError, IntegrityError, InvalidRequestError
+from lmcache_ray.index.integrity import contradictions
+from lmcache_ray.index.leases import LeaseTable
+from lmcache_ray.index.plans import ChunkRef, ClearPlan, Deferred, Expired, IndexCounts, LoadPlan, StorePlan
+from lmcache_ray.index.policy import EvictionPolicy
+from lmcache_ray.index.slot_table import COUNTER_BITS, EPOCH_BITS, SlotState, SlotTable
+from lmcache_ray.index.store_planning import StoreDraft, StorePlanner
+from lmcache_ray.index.write_ledger import WriteLedger
+
+
+class CacheIndex:
+    """Chunks by key, in `num_slots` slots that each of the ranks `holders` has. `policy` must be new.
+
+    Generations and plan ids are issued once in the life of a cluster if every index gets an `epoch` above the last
+    one's. A store must be answered in `store_timeout_s`, a lease renewed in `lease_timeout_s` seconds; both are ended
+    by `expire`. Keys are any bytes, by convention 32-byte digests, in prompt order; a prompt may repeat a key.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        holders: Sequence[int],
+        policy: EvictionPolicy,
+        *,
+        epoch: int,
+        store_timeout_s: float,
+        lease_timeout_s: float,
+    ) -> None:
+        if num_slots < 1:
+            raise ConfigError(f"an index needs at least one slot, not num_slots={num_slots}")
+        if not holders or len(set(holders)) != len(holders) or min(holders) < 0:
+            raise ConfigError(f"holders must be distinct ranks, at least one, not {list(holders)}")
+        if not 0 <= epoch < 1 << EPOCH_BITS:
+            raise ConfigError(f"epoch must be in 0 .. {(1 << EPOCH_BITS) - 1}, not {epoch}")
+        for name, timeout_s in (("store_timeout_s", store_timeout_s), ("lease_timeout_s", lease_timeout_s)):
+            if not timeout_s > 0:
+                raise ConfigError(f"{name} must be above 0 seconds, not {timeout_s}")
+        self.holders: Final = tuple(holders)
+        self._table: Final = SlotTable(num_slots, policy, epoch=epoch)
+        self._leases: Final = LeaseTable(lease_timeout_s)
+        self._ledger: Final = WriteLedger(
+            self._table, self.holders, timeout_s=store_timeout_s, first_plan_id=(epoch << COUNTER_BITS) + 1
+        )
+        self._planner: Final = StorePlanner(
+            self._table, is_pinned=self._leases.is_pinned, can_join=self._ledger.can_join
+        )
+
+    # ------------------------------------------------------------------------------------------------ reading
+
+    def lookup(self, keys: Sequence[bytes], *, touch: bool = True) -> int:
+        """The number of leading READY keys; with `touch` that is a use of them."""
+        run = self._table.ready_run(keys)
+        if touch:
+            self._table.policy.touch(reversed(run))
+        return len(run)
+
+    def pin(self, keys: Sequence[bytes], lease_id: str, client: str, now: float) -> int:
+        """As `lookup`, and the keys counted stay READY, in place, while the lease lasts. No key, no lease."""
+        run = self._table.ready_run(keys)
+        self._table.policy.touch(reversed(run))
+        self._leases.hold(lease_id, client, run, now)
+        return len(run)
+
+    @overload
+    def prepare_load(
+        self, keys: Sequence[bytes], *, lease_id: str, client: str, now: float, start: int = 0
+    ) -> LoadPlan: ...
+
+    @overload
+    def prepare_load(
+        self, keys: Sequence[bytes], *, lease_id: str, client: str, now: float, start: int = 0, defer: bool
+    ) -> LoadPlan | Deferred: ...
+
+    def prepare_load(
+        self, keys: Sequence[bytes], *, lease_id: str, client: str, now: float, start: int = 0, defer: bool = False
+    ) -> LoadPlan | Deferred:
+        """Where to read ``keys[start:]``, as far as READY without a gap from key 0; a use of the whole run.
+
+        The refs are pinned under the lease, which replaces one of the same id; without refs it ends that one. With
+        `defer`, Deferred if the run is stopped by a key that is being written.
+        """
+        _check_start(start)
+        run = self._table.ready_run(keys)
+        if defer and len(run) < len(keys) and keys[len(run)] in self._table.slot_of:
+            return Deferred.KEY_BEING_WRITTEN
+        self._table.policy.touch(reversed(run))
+        slots = run[start:]
+        self._leases.hold(lease_id, client, slots, now)
+        return LoadPlan(lease_id, self._table.refs(slots), start)
+
+    def release(self, lease_id: str) -> bool:
+        """End a lease; False if there is none of that id (any more)."""
+        return self._leases.release(lease_id)
+
+    def renew(self, lease_id: str, now: float) -> bool:
+        """Let a lease last its full time from now; False if there is none of that id (any more)."""
+        return self._leases.renew(lease_id, now)
+
+    # ------------------------------------------------------------------------------------------------ storing
+
+    @overload
+    def prepare_store(
+        self, keys: Sequence[bytes], *, client: str, now: float, start: int = 0, rank: int | None = None
+    ) -> StorePlan: ...
+
+    @overload
+    def prepare_store(
+        self, keys: Sequence[bytes], *, client: str, now: float, start: int = 0, rank: int | None = None, defer: bool
+    ) -> StorePlan | Deferred: ...
+
+    def prepare_store(
+        self,
+        keys: Sequence[bytes],
+        *,
+        client: str,
+        now: float,
+        start: int = 0,
+        rank: int | None = None,
+        defer: bool = False,
+    ) -> StorePlan | Deferred:
+        """Reserve slots for those of ``keys[start:]`` that are neither cached nor being written; a use of all present.
+
+        With `rank` None one driver carries the plan to all holders, and each of them must answer. With a rank, every
+        rank asks for itself: the first opens the writes, the others join them by key and get the same slots and
+        generations; a rank that holds no chunks gets an empty plan, and uses nothing.
+
+        New keys take free slots, then those of chunks that the policy gives up, never of leased or unfinished ones or
+        of this request's own keys. Of a prompt that does not fit, the leading part that does is reserved. If a key
+        before `start` is unknown, nothing is stored: what followed would never be found.
+
+        With `defer` the plan is exactly the one that would be made after all unfinished plans have been completed and
+        all leases released, or else Deferred. A plan with refs must be answered by `complete_store` or `abort_store`;
+        one without is finished.
+        """
+        _check_start(start)
+        if rank is not None and rank not in self._ledger.bit_of:
+            return StorePlan(self._ledger.issue_plan_id(), (), (), len(self._table.ready_run(keys)), 0, ())
+        joiner = 0 if rank is None else self._ledger.bit_of[rank]
+        draft = self._planner.draft(keys, start=start, joiner=joiner, defer=defer)
+        if isinstance(draft, Deferred):
+            return draft
+        return self._carry_out(draft, keys, client=client, ranks=joiner or self._ledger.everyone, now=now)
+
+    def _carry_out(self, draft: StoreDraft, keys: Sequence[bytes], *, client: str, ranks: int, now: float) -> StorePlan:
+        table, joined = self._table, draft.joined
+        refs, evicted = table.reserve(draft.new, draft.victims)
+        table.note_use(draft.present, [ref.slot for ref in refs], keys if draft.has_hole else ())
+        positions = tuple(draft.new.values())
+        if joined:
+            opened = zip(positions, refs, strict=True)
+            by_position = sorted([*opened, *zip(joined.values(), table.refs(list(joined)), strict=True)])
+            positions, refs = tuple(position for position, _ in by_position), tuple(ref for _, ref in by_position)
+        plan_id = self._ledger.issue_plan_id()
+        if refs:
+            self._ledger.open_store(plan_id, refs, joined, client=client, ranks=ranks, now=now)
+        return StorePlan(plan_id, refs, positions, draft.num_ready, draft.num_refused, evicted)
+
+    def prepare_request(
+        self, keys: Sequence[bytes], *, lease_id: str, client: str, now: float, defer: bool
+    ) -> tuple[LoadPlan, StorePlan] | Deferred:
+        """`prepare_load`, then `prepare_store` led by a driver, of one request: both plans, or Deferred and no change.
+
+        The store is drafted first, so that it can still be refused; the load changes nothing that the draft stands on.
+        """
+        draft = self._planner.draft(keys, start=0, joiner=0, defer=defer)
+        if isinstance(draft, Deferred):
+            return draft
+        load = self.prepare_load(keys, lease_id=lease_id, client=client, now=now, defer=defer)
+        if isinstance(load, Deferred):
+            return load
+        return load, self._carry_out(draft, keys, client=client, ranks=self._ledger.everyone, now=now)
+
+    def complete_store(self, plan_id: int, rank: int, *, done: Iterable[int], failed: Iterable[int] = ()) -> bool:
+        """A rank has committed, or will not commit, these positions of ``plan.refs``; the rest may follow later.
+
+        A chunk that failed anywhere is aborted: its key is unknown at once, its slot free when every rank that was
+        handed it has answered. A rank's first answer for a chunk counts, later ones are ignored. False if the plan is
+        finished (or never was); ProtocolError, and nothing taken in, for a rank or position that the plan has not.
+        """
+        return self._ledger.complete_store(plan_id, rank, done, failed)
+
+    def abort_store(self, plan_id: int) -> bool:
+        """Nobody writes for this plan any more: every answer it is still owed is "failed". False as above."""
+        return self._ledger.abort_store(plan_id)
+
+    # ------------------------------------------------------------------------------- ending what others left behind
+
+    def expire(self, now: float) -> Expired:
+        """End leases whose time is up, and abort what is unfinished of store plans past their deadline.
+
+        A rank that was handed an aborted chunk still owes its answer (`unsettled`): a late one frees the slot, and
+        makes nothing READY. Costs next to nothing when nothing is due.
+        """
+        lease_ids = self._leases.expire(now)
+        plan_ids, aborted = self._ledger.expire(now)
+        return Expired(tuple(lease_ids), tuple(plan_ids), tuple(aborted))
+
+    def drop_client(self, client: str) -> Expired:
+        """End a client's leases and abort its unfinished store plans, as if their time were up."""
+        lease_ids = self._leases.drop_client(client)
+        plan_ids, aborted = self._ledger.drop_client(client)
+        return Expired(tuple(lease_ids), tuple(plan_ids), tuple(aborted))
+
+    def unsettled(self, rank: int) -> list[ChunkRef]:
+        """The quarantined chunks that this rank has still to answer for, or to forget."""
+        return self._ledger.unsettled(rank)
+
+    def settle(self, rank: int, refs: Iterable[ChunkRef | tuple[int, int]]) -> int:
+        """It is proven that the rank does not write these refs, or (slot, generation) pairs, and never will.
+
+        The writer has answered, or is dead. One that is being written, and that the rank has not committed, is aborted.
+        Refs for which the rank owes nothing (any more) are ignored. Answers how many it owed.
+        """
+        return self._ledger.settle(rank, [(ref[-2], ref[-1]) for ref in refs])
+
+    # ------------------------------------------------------------------------------------------------ clearing
+
+    def prepare_clear(self, keys: Iterable[bytes] | None = None) -> ClearPlan:
+        """Forget these keys, or with None all: no lookup finds them from now on, but for leased ones, which are kept.
+
+        Chunks that are being written are aborted, and count neither as removed nor as kept. Every holder must answer by
+        `complete_clear` if the plan has refs.
+        """
+        table = self._table
+        known = table.slot_of.values() if keys is None else map(table.slot_of.get, dict.fromkeys(keys))
+        slots = [slot for slot in known if slot is not None]
+        writing = [slot for slot in slots if table.states[slot] == SlotState.WRITING]
+        removed = [slot for slot in slots if table.states[slot] == SlotState.READY and not self._leases.is_pinned(slot)]
+        aborted = table.refs(writing)
+        for slot in writing:
+            self._ledger.abort_write(slot)
+        plan_id = self._ledger.issue_plan_id()
+        refs = self._ledger.open_clear(plan_id, removed)
+        return ClearPlan(plan_id, refs, aborted, len(slots) - len(writing) - len(removed))
+
+    def complete_clear(self, plan_id: int, rank: int) -> bool:
+        """The rank has forgotten all refs of the plan; when all have, their slots are free. False if it is finished."""
+        return self._ledger.complete_clear(plan_id, rank)
+
+    # ------------------------------------------------------------------------------------------------ looking in
+
+    def counts(self) -> IndexCounts:
+        """How full the index is."""
+        states, ledger = self._table.states, self._ledger
+        return IndexCounts(
+            ready=states.count(SlotState.READY),
+            writing=states.count(SlotState.WRITING),
+            free=states.count(SlotState.FREE),
+            quarantined=states.count(SlotState.QUARANTINED),
+            leases=len(self._leases),
+            plans=len(ledger.stores) + len(ledger.clears),
+            capacity=self._table.capacity,
+        )
+
+    def entries(self) -> Iterator[tuple[ChunkRef, SlotState]]:
+        """The chunks in the key map, each READY or WRITING, in the order in which they would be evicted."""
+        table = self._table
+        slots = list(table.policy.candidates())
+        return zip(table.refs(slots), [SlotState(table.states[slot]) for slot in slots], strict=True)
+
+    def check_integrity(self) -> None:
+        """Raise an IntegrityError that lists every contradiction among the parts of the index, if there is any."""
+        found = contradictions(self._table, self._ledger, self._leases)
+        if found:
+            raise IntegrityError("the index contradicts itself: " + "; ".join(found))
+
+
+def _check_start(start: int) -> None:
+    if start < 0:
+        raise InvalidRequestError(f"start must be the index of a chunk, not {start}")

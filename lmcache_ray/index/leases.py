@@ -1,0 +1,104 @@
+"""Who is reading what: leases that pin slots against eviction and clearing.
+
+Apart from the slots, because a pin is never a bare count: it belongs to one lease, which has an owner and an end. So a
+second release does nothing, asking again does not pin twice, and a dead client leaves nothing behind.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import inf
+
+
+@dataclass(slots=True)
+class _Lease:
+    client: str
+    slots: tuple[int, ...]
+    expires: float
+
+
+class LeaseTable:
+    """Leases by id. Every lease lasts `timeout_s` seconds from when it was last asked for or renewed."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._leases: dict[str, _Lease] = {}
+        self._pins: dict[int, int] = {}
+        self._none_ends_before = -inf
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def is_pinned(self, slot: int) -> bool:
+        """True if any lease holds the slot."""
+        return slot in self._pins
+
+    def hold(self, lease_id: str, client: str, slots: Iterable[int], now: float) -> None:
+        """Let the lease hold exactly these slots, from now on for `client`; no slots end it.
+
+        A lease of that id, whoever had it, is replaced: ids are one name space for all clients.
+        """
+        held = tuple(dict.fromkeys(slots))
+        pins = self._pins
+        for slot in held:  # before the old ones go, so that a slot held twice over is never unpinned in between
+            pins[slot] = pins.get(slot, 0) + 1
+        self.release(lease_id)
+        if held:
+            expires = now + self._timeout_s
+            self._leases[lease_id] = _Lease(client, held, expires)
+            self._none_ends_before = min(self._none_ends_before, expires)
+
+    def release(self, lease_id: str) -> bool:
+        """End a lease; False if there is none of that id (any more)."""
+        lease = self._leases.pop(lease_id, None)
+        if lease is None:
+            return False
+        pins = self._pins
+        for slot in lease.slots:
+            if pins[slot] == 1:
+                del pins[slot]
+            else:
+                pins[slot] -= 1
+        return True
+
+    def renew(self, lease_id: str, now: float) -> bool:
+        """Let a lease last `timeout_s` from now; False if there is none of that id (any more)."""
+        lease = self._leases.get(lease_id)
+        if lease is None:
+            return False
+        lease.expires = now + self._timeout_s
+        self._none_ends_before = min(self._none_ends_before, lease.expires)
+        return True
+
+    def expire(self, now: float) -> list[str]:
+        """End the leases whose time is up; answers their ids."""
+        if now < self._none_ends_before:
+            return []
+        ended = [lease_id for lease_id, lease in self._leases.items() if lease.expires <= now]
+        for lease_id in ended:
+            self.release(lease_id)
+        self._none_ends_before = min((lease.expires for lease in self._leases.values()), default=inf)
+        return ended
+
+    def drop_client(self, client: str) -> list[str]:
+        """End all leases of one client; answers their ids."""
+        ended = [lease_id for lease_id, lease in self._leases.items() if lease.client == client]
+        for lease_id in ended:
+            self.release(lease_id)
+        return ended
+
+    def pinned_slots(self) -> set[int]:
+        """Every slot that some lease holds, counted from the leases themselves."""
+        return {slot for lease in self._leases.values() for slot in lease.slots}
+
+    def contradictions(self) -> list[str]:
+        """Where pins and leases disagree: empty when sound."""
+        counted: dict[int, int] = {}
+        for lease in self._leases.values():
+            for slot in lease.slots:
+                counted[slot] = counted.get(slot, 0) + 1
+        slots = sorted(counted.keys() | self._pins.keys())
+        return [
+            f"slot {slot} has {self._pins.get(slot, 0)} pins but {counted.get(slot, 0)} leases hold it"
+            for slot in slots
+            if self._pins.get(slot) != counted.get(slot)
+        ]

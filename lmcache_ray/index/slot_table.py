@@ -1,0 +1,168 @@
+"""Where every chunk is: the state, key and generation of each slot, the map from keys to slots, and the free slots.
+
+::
+
+            reserve              mark_ready
+    FREE ───────────► WRITING ─────────────► READY
+     ▲ ▲                 │                    │ │
+     │ │ free            │ withdraw           │ │ reserve (as a victim)
+     │ └── QUARANTINED ◄─┴────────────────────┘ │
+     └──────────────────────────────────────────┘
+
+WRITING and READY chunks are in the key map and in the eviction policy's order; these three always change together,
+which is why they live in one place. The table knows no ranks, leases or plans: whether a step may be taken is decided
+by its callers, the only others who touch it.
+
+State stands in parallel columns rather than in one object per slot: a million slots are common, and READY ones must
+cost little. The columns are open for reading to this package's hot loops; only the methods here write them.
+"""
+
+from array import array
+from collections.abc import Collection, Iterable, Sequence
+from enum import IntEnum
+from itertools import groupby
+from typing import Final
+
+from lmcache_ray.errors import ProtocolError
+from lmcache_ray.index.plans import ChunkRef, make_refs
+from lmcache_ray.index.policy import EvictionPolicy
+
+COUNTER_BITS: Final = 40
+"""A number that is never issued twice is ``epoch << COUNTER_BITS | counter``."""
+
+EPOCH_BITS: Final = 22
+"""So that a generation has 62 bits and fits a slot word beside two bits of state."""
+
+
+class SlotState(IntEnum):
+    """What one slot is used for."""
+
+    FREE = 0
+    WRITING = 1
+    """Reserved for a key; not every rank that must hold it has committed it. Not a hit, not evictable."""
+    READY = 2
+    """Committed by every holder."""
+    QUARANTINED = 3
+    """Its chunk is gone, but some rank may still write it or has still to forget it."""
+
+
+class SlotTable:
+    """Slots ``0 .. capacity - 1``, all FREE at first. `epoch` must be above that of every table before this one."""
+
+    def __init__(self, capacity: int, policy: EvictionPolicy, *, epoch: int) -> None:
+        self.capacity: Final = capacity
+        self.policy: Final = policy
+        self.states: Final = bytearray(capacity)
+        self.key_of: Final[list[bytes | None]] = [None] * capacity
+        self.generation_of: Final = array("q", bytes(8 * capacity))
+        self.slot_of: Final[dict[bytes, int]] = {}
+        self.free_slots: Final = list(range(capacity - 1, -1, -1))  # taken from the end: low numbers first
+        self.next_generation = (epoch << COUNTER_BITS) + 1
+        self._end_of_generations = (epoch + 1) << COUNTER_BITS
+
+    def ready_run(self, keys: Iterable[bytes]) -> list[int]:
+        """Slots of the leading READY keys."""
+        find, states, ready = self.slot_of.get, self.states, SlotState.READY
+        run: list[int] = []
+        append = run.append
+        for key in keys:
+            slot = find(key)
+            if slot is None or states[slot] != ready:
+                break
+            append(slot)
+        return run
+
+    def refs(self, slots: Sequence[int]) -> tuple[ChunkRef, ...]:
+        """The present use of slots, none of which is FREE."""
+        keys, generations = self.key_of, self.generation_of
+        return make_refs(
+            [key for slot in slots if (key := keys[slot]) is not None], slots, [generations[slot] for slot in slots]
+        )
+
+    def is_current(self, slot: int, generation: int) -> bool:
+        """True if the slot is still, or was last, used under this generation; ProtocolError for an impossible slot."""
+        if not 0 <= slot < self.capacity:
+            raise ProtocolError(f"slot {slot} does not exist; there are {self.capacity}")
+        return self.generation_of[slot] == generation
+
+    def reserve(
+        self, keys: Collection[bytes], victims: Sequence[int]
+    ) -> tuple[tuple[ChunkRef, ...], tuple[ChunkRef, ...]]:
+        """Evict the READY `victims`, then give each of `keys` a slot: the new refs, now WRITING, and the evicted ones.
+
+        `keys` are distinct, unknown, and no more than free slots and victims together. Their place in the policy's
+        order is given by `note_use`, which must follow.
+        """
+        num_new = len(keys)
+        if self.next_generation + num_new > self._end_of_generations:
+            raise ProtocolError("every generation of this epoch has been issued; restart the coordinator")
+        evicted = self._evict(victims)
+        slot_of, key_of, generation_of, states = self.slot_of, self.key_of, self.generation_of, self.states
+        first_kept = len(self.free_slots) - num_new
+        slots = self.free_slots[first_kept:]
+        slots.reverse()
+        del self.free_slots[first_kept:]
+        generations = range(self.next_generation, self.next_generation + num_new)
+        self.next_generation += num_new
+        writing = SlotState.WRITING
+        for key, slot, generation in zip(keys, slots, generations, strict=True):
+            slot_of[key] = slot
+            key_of[slot] = key
+            generation_of[slot] = generation
+            states[slot] = writing
+        return make_refs(keys, slots, generations), evicted
+
+    def _evict(self, victims: Sequence[int]) -> tuple[ChunkRef, ...]:
+        """READY to FREE. Nobody need be asked: whoever still reads such a slot notices its next generation."""
+        evicted = self.refs(victims)
+        slot_of, key_of, states, remove = self.slot_of, self.key_of, self.states, self.policy.remove
+        free = SlotState.FREE
+        for key, slot, _ in evicted:
+            del slot_of[key]
+            key_of[slot] = None
+            states[slot] = free
+            remove(slot)
+        self.free_slots.extend(reversed(victims))
+        return evicted
+
+    def note_use(self, present: Sequence[int], new: Sequence[int], keys_with_hole: Sequence[bytes] = ()) -> None:
+        """Tell the policy of one request's use, tail first: `present` slots were there before, `new` ones were not.
+
+        Both are in key order, and all of `present` precede all of `new` unless the request's keys are given.
+        """
+        policy = self.policy
+        if not keys_with_hole:
+            policy.admit(reversed(new))
+            policy.touch(reversed(present))
+            return
+        newcomers = frozenset(new)
+        used = dict.fromkeys(slot for key in reversed(keys_with_hole) if (slot := self.slot_of.get(key)) is not None)
+        for is_new, slots in groupby(used, newcomers.__contains__):
+            (policy.admit if is_new else policy.touch)(slots)
+
+    def mark_ready(self, slot: int) -> None:
+        """WRITING to READY."""
+        self.states[slot] = SlotState.READY
+
+    def withdraw(self, slot: int) -> None:
+        """WRITING or READY to QUARANTINED: its key is unknown from now on."""
+        key = self.key_of[slot]
+        assert key is not None, f"slot {slot} holds no chunk"
+        del self.slot_of[key]
+        self.policy.remove(slot)
+        self.states[slot] = SlotState.QUARANTINED
+
+    def free(self, slot: int) -> None:
+        """QUARANTINED to FREE."""
+        self.key_of[slot] = None
+        self.states[slot] = SlotState.FREE
+        self.free_slots.append(slot)
+
+    def slots_in(self, state: SlotState) -> list[int]:
+        """All slots in one state, ascending."""
+        slots: list[int] = []
+        slot = self.states.find(state)
+        while slot >= 0:
+            slots.append(slot)
+            slot = self.states.find(state, slot + 1)
+        return slots
