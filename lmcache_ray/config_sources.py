@@ -64,8 +64,9 @@ class Source:
 
     def unknown(self, key: str, also_known: Collection[str] = ()) -> str:
         """The message for a key that is not known, with the nearest one that is."""
-        known = [self.spell(name) for name in (*KNOWN_KEYS, *also_known)]
-        nearest = get_close_matches(self.spell(key), known, n=1, cutoff=0.0)[0]
+        known = {name.lower(): self.spell(name) for name in (*KNOWN_KEYS, *also_known)}
+        bare = key.removeprefix(ENV_PREFIX) if self.kind is SourceKind.ENVIRONMENT else key
+        nearest = known[get_close_matches(bare.lower(), known, n=1, cutoff=0.0)[0]]
         return f"{self.spell(key)} ({self.origin_of(key)}) is not a configuration key; the nearest is {nearest}"
 
 
@@ -107,7 +108,7 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, object]:
         raise ConfigError(f"configuration file {path} cannot be read: {error.strerror or error}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"configuration file {path} is not valid YAML: {error}") from error
-    if content is None:
+    if content is None or content == "":  # the base loader's null
         return {}
     if not isinstance(content, dict):
         kind = "a list" if isinstance(content, list) else "a single value"
