@@ -7,7 +7,7 @@ Lookup, store and retrieve all cut a prompt here, so that they can never disagre
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, Union
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from lmcache_ray.tokens import is_torch_tensor
 if TYPE_CHECKING:
     import torch
 
-Mask: TypeAlias = "Sequence[bool] | NDArray[np.bool_] | torch.Tensor"
+Mask: TypeAlias = Union[Sequence[bool], NDArray[np.bool_], "torch.Tensor"]
 Span: TypeAlias = tuple[int, int]
 """The tokens ``[start, end)`` of a prompt."""
 
@@ -37,7 +37,7 @@ def chunk_spans(num_tokens: int, chunk_size: int, *, keep_partial: bool) -> list
     return [(start, min(start + chunk_size, end)) for start in range(0, end, chunk_size)]
 
 
-def masked_start(mask: "Mask | None", num_tokens: int, chunk_size: int, *, aligned: bool) -> int:
+def masked_start(mask: Mask | None, num_tokens: int, chunk_size: int, *, aligned: bool) -> int:
     """The first token that a call is about: the number of leading False in `mask`, 0 without a mask.
 
     `mask` holds one bool a token, all False before all True (``FF..FTT..T``). With `aligned` (store) the number of

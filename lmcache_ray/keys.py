@@ -33,7 +33,7 @@ _END_OF_TOKENS: Final = b"\xff" * 8
 _TOKEN_NBYTES: Final = 8
 _MAX_POSITION: Final = 2**63 - 1
 
-FieldValue: TypeAlias = "str | int | bytes | None"
+FieldValue: TypeAlias = str | int | bytes | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ does no Python work per token; only a refusal looks at single values, to name th
 import sys
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, NoReturn, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, Final, NoReturn, TypeAlias, TypeGuard, Union
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ from lmcache_ray.errors import InvalidRequestError, shown
 if TYPE_CHECKING:
     import torch
 
-TokenSequence: TypeAlias = "Sequence[int] | NDArray[np.integer] | array[int] | torch.Tensor"
+TokenSequence: TypeAlias = Union[Sequence[int], NDArray[np.integer], "array[int]", "torch.Tensor"]
 
 MAX_TOKEN_ID: Final = 2**63 - 1
 _ACCEPTED: Final = "a list, tuple, range, array.array, or one-dimensional integer NumPy array or torch tensor"

@@ -1,0 +1,1 @@
+"""One rank tells all others: the protocol, the pure log behind it, and its implementations within one process."""
