@@ -70,7 +70,7 @@ fi
 echo "setup: installing the packages that constraints.txt pins (a few minutes the first time)" >&2
 rm -f "$stamp"
 touch "$unfinished"
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
+"$venv/bin/python" -m pip install --quiet --quiet --disable-pip-version-check \
     -c "$root/constraints.txt" -e "$root[dev]" || fail "pip could not install the packages; its message stands above."
 rm -f "$unfinished"
 echo "$wanted" >"$stamp.new"
