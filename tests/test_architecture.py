@@ -39,11 +39,11 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "cluster.messages", "cluster.topology", "cluster.membership", "cluster.workload", "cluster.chat_workload",
         "cluster.expected_bytes", "cluster.report", "cluster.world",
     )),
-    ("cluster: the coordinator's memory", ("cluster.open_plans", "cluster.broadcast_board")),
+    ("cluster: shared by its processes", ("cluster.deadline", "cluster.open_plans", "cluster.broadcast_board")),
     ("cluster: one rank", ("cluster.rank", "cluster.rank_metadata", "cluster.kv_source")),
     ("cluster: calls to actors", ("cluster.rank_calls", "cluster.coordinator_index", "cluster.broadcaster")),
     ("cluster: actors", ("cluster.coordinator", "cluster.worker")),
-    ("cluster: placement", ("cluster.launch",)),
+    ("cluster: placement", ("cluster.ray_session", "cluster.probe", "cluster.launch")),
     ("cluster: client", ("cluster.client",)),
     ("cluster: commands", ("cluster.replay", "cluster.__main__")),
 )
