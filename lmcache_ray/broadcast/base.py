@@ -53,7 +53,7 @@ class Broadcaster(Protocol):
         ...
 
 
-def check_src(src: int, world_size: int) -> None:
-    """Raises `InvalidRequestError` unless `src` is a rank of the world."""
-    if not 0 <= src < world_size:
-        raise InvalidRequestError(f"src is {src}; accepted: a rank, 0 <= src < {world_size}")
+def check_rank(name: str, rank: int, world_size: int) -> None:
+    """Raises `InvalidRequestError` unless `rank`, given as `name`, is a rank of the world."""
+    if not 0 <= rank < world_size:
+        raise InvalidRequestError(f"{name} is {rank}; accepted: 0 <= {name} < {world_size}")

@@ -4,14 +4,13 @@ An engine that has its own collectives hands over ``broadcast_fn(tensor, src)`` 
 Such functions know no tags and no failure, so each broadcast here begins with one object that carries both.
 """
 
-import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
-from lmcache_ray.broadcast.base import Broadcaster, check_src
+from lmcache_ray.broadcast.base import Broadcaster, check_rank
 from lmcache_ray.broadcast.tensors import TensorSpec, check_specs, specs_of
-from lmcache_ray.errors import BroadcastAborted, BroadcastError
+from lmcache_ray.errors import BroadcastAborted, BroadcastError, shown
 
 if TYPE_CHECKING:
     import torch
@@ -63,6 +62,7 @@ class _AbortMarker:
     reason: str
 
 
+_Sent: TypeAlias = _ObjectMessage | _TensorHeader
 _Message = TypeVar("_Message", _ObjectMessage, _TensorHeader)
 
 
@@ -76,7 +76,7 @@ class CallableBroadcaster:
     def __init__(
         self, rank: int, world_size: int, broadcast_fn: BroadcastFn, broadcast_object_fn: BroadcastObjectFn
     ) -> None:
-        check_src(rank, world_size)
+        check_rank("rank", rank, world_size)
         self._rank = rank
         self._world_size = world_size
         self._broadcast_fn = broadcast_fn
@@ -94,7 +94,7 @@ class CallableBroadcaster:
 
     def broadcast_object(self, obj: object, *, src: int, tag: str | None = None) -> object:
         """One call of ``broadcast_object_fn``."""
-        check_src(src, self._world_size)
+        check_rank("src", src, self._world_size)
         if self._rank == src:
             self._broadcast_object_fn(_ObjectMessage(tag, obj), src)
             return obj
@@ -102,7 +102,7 @@ class CallableBroadcaster:
 
     def broadcast_tensors(self, tensors: "Sequence[torch.Tensor]", *, src: int, tag: str | None = None) -> None:
         """One call of ``broadcast_object_fn``, then one of ``broadcast_fn`` per tensor."""
-        check_src(src, self._world_size)
+        check_rank("src", src, self._world_size)
         if self._rank == src:
             self._broadcast_object_fn(_TensorHeader(tag, specs_of(tensors)), src)
             for tensor in tensors:
@@ -129,9 +129,9 @@ class CallableBroadcaster:
             return message
         if isinstance(message, _TensorHeader):
             self._drain(message.specs, src)
-        raise BroadcastAborted(
-            f"rank {src} sent {reprlib.repr(message)} where rank {self._rank} expected {expected.__name__}, tag {tag!r}"
-        )
+        due = _described(expected, tag)
+        sent = _described(type(message), message.tag) if isinstance(message, _Sent) else shown(message)
+        raise BroadcastAborted(f"rank {src} sent {sent} where rank {self._rank} expected {due}")
 
     def _drain(self, specs: Sequence[TensorSpec], src: int) -> None:
         # The other ranks make these collective calls too: leaving them out would put all later ones out of step.
@@ -139,3 +139,7 @@ class CallableBroadcaster:
 
         for spec in specs:
             self._broadcast_fn(torch.empty(spec.shape, dtype=spec.dtype), src)
+
+
+def _described(kind: type[_Sent], tag: str | None) -> str:
+    return f"{'tensors' if kind is _TensorHeader else 'an object'} {f'of tag {tag!r}' if tag else 'without a tag'}"

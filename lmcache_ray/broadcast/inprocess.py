@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from lmcache_ray.broadcast.base import check_src
+from lmcache_ray.broadcast.base import check_rank
 from lmcache_ray.broadcast.log import Aborted, BroadcastLog, NamedTag, Payload, SessionTag, Tag
 from lmcache_ray.broadcast.tensors import fill, snapshot
-from lmcache_ray.errors import BroadcastAborted, ConfigError, DeadlineError, InvalidRequestError
+from lmcache_ray.errors import BroadcastAborted, ConfigError, DeadlineError
 
 if TYPE_CHECKING:
     import torch
@@ -51,8 +51,7 @@ class InProcessGroup:
 
     def broadcaster(self, rank: int) -> "InProcessBroadcaster":
         """The one end of `rank`; its thread, and no other, makes the untagged calls."""
-        if not 0 <= rank < len(self._broadcasters):
-            raise InvalidRequestError(f"rank is {rank}; accepted: 0 <= rank < {len(self._broadcasters)}")
+        check_rank("rank", rank, len(self._broadcasters))
         return self._broadcasters[rank]
 
     @property
@@ -66,10 +65,12 @@ class InProcessGroup:
 
     def rank_lost(self, rank: int) -> None:
         """Rank's thread has ended: what it has not published is aborted, nothing is kept for it."""
+        check_rank("rank", rank, len(self._broadcasters))
         self._exchange.rank_lost(rank)
 
     def rank_back(self, rank: int) -> None:
         """A new thread serves `rank`. Breaks a session that has begun."""
+        check_rank("rank", rank, len(self._broadcasters))
         self._exchange.rank_back(rank)
 
 
@@ -92,7 +93,7 @@ class InProcessBroadcaster:
 
     def broadcast_object(self, obj: object, *, src: int, tag: str | None = None) -> object:
         """`obj` of rank `src`: the very same object on every rank."""
-        check_src(src, self.world_size)
+        check_rank("src", src, self.world_size)
         if self._rank == src:
             self._exchange.publish(obj, src, tag)
             return obj
@@ -103,7 +104,7 @@ class InProcessBroadcaster:
 
     def broadcast_tensors(self, tensors: "Sequence[torch.Tensor]", *, src: int, tag: str | None = None) -> None:
         """Copies the tensors of rank `src` into those of the other ranks; see `Broadcaster`."""
-        check_src(src, self.world_size)
+        check_rank("src", src, self.world_size)
         if self._rank == src:
             self._exchange.publish(_Tensors(snapshot(tensors)), src, tag)
             return

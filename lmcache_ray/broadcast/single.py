@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from lmcache_ray.broadcast.base import check_src
+from lmcache_ray.broadcast.base import check_rank
 
 if TYPE_CHECKING:
     import torch
@@ -24,12 +24,12 @@ class SingleRankBroadcaster:
 
     def broadcast_object(self, obj: object, *, src: int, tag: str | None = None) -> object:
         """`obj` itself."""
-        check_src(src, self.world_size)
+        check_rank("src", src, self.world_size)
         return obj
 
     def broadcast_tensors(self, tensors: "Sequence[torch.Tensor]", *, src: int, tag: str | None = None) -> None:
         """Leaves the tensors as they are: they are the source's."""
-        check_src(src, self.world_size)
+        check_rank("src", src, self.world_size)
 
     def abort(self, reason: str, *, tag: str | None = None) -> None:
         """No rank waits."""
