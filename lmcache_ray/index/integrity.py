@@ -126,8 +126,8 @@ def _of_plans(table: SlotTable, ledger: WriteLedger) -> list[str]:
 def _recount(plan: OpenStore, table: SlotTable, ledger: WriteLedger) -> tuple[int, int]:
     unanswered = undecided = 0
     for _, slot, generation in plan.refs:
-        if table.generation_of[slot] == generation:
+        plans = ledger.plans_of[slot]
+        if plans and table.generation_of[slot] == generation:
             unanswered += (ledger.owing[slot] & plan.ranks).bit_count()
-            plans = ledger.plans_of[slot]
             undecided += table.states[slot] == SlotState.WRITING and plans[:1] == (plan,)
     return unanswered, undecided

@@ -110,7 +110,7 @@ class WriteLedger:
         plan.unanswered -= self._record_done(plan.refs, done, bit)
         for position in failed:
             _, slot, generation = plan.refs[position]
-            if self._owes(slot, generation, bit):
+            if self._writes(slot, generation, bit):
                 plan.unanswered -= 1
                 self._fail(slot, bit)
         self._close_if_finished(plan)
@@ -118,12 +118,13 @@ class WriteLedger:
 
     def _record_done(self, refs: Sequence[ChunkRef], positions: Sequence[int], bit: int) -> int:
         """Take in commits of one rank; answers how many it owed."""
-        owing, generation_of, unjoined = self.owing, self._table.generation_of, self.unjoined
+        owing, plans_of, unjoined = self.owing, self.plans_of, self.unjoined
+        generation_of = self._table.generation_of
         num_owed = 0
         for position in positions:
             _, slot, generation = refs[position]
             owed = owing[slot]
-            if not owed & bit or generation_of[slot] != generation:
+            if not owed & bit or not plans_of[slot] or generation_of[slot] != generation:  # as in _writes
                 continue
             num_owed += 1
             owing[slot] = owed ^ bit
@@ -146,7 +147,7 @@ class WriteLedger:
         if plan is None:
             return False
         for _, slot, generation in plan.refs:
-            if self._owes(slot, generation, plan.ranks):
+            if self._writes(slot, generation, plan.ranks):
                 self._fail(slot, plan.ranks)
         plan.unanswered = 0
         self._close_if_finished(plan)
@@ -155,8 +156,12 @@ class WriteLedger:
     # ------------------------------------------------------------------------------- the end of a write
 
     def _owes(self, slot: int, generation: int, ranks: int) -> bool:
-        """True if one of these ranks has still to answer for that use of the slot."""
+        """True if one of these ranks has still to write, or to clear, that use of the slot."""
         return bool(self.owing[slot] & ranks) and self._table.generation_of[slot] == generation
+
+    def _writes(self, slot: int, generation: int, ranks: int) -> bool:
+        """True if one of these ranks has still to write it. What a clear is owed, no store plan can answer."""
+        return bool(self.plans_of[slot]) and self._owes(slot, generation, ranks)
 
     def _fail(self, slot: int, ranks: int) -> None:
         """These ranks will not commit the slot, and do not write it any more."""

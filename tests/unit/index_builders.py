@@ -1,0 +1,40 @@
+"""Short ways to build and drive a `CacheIndex` in tests."""
+
+from collections.abc import Iterable, Sequence
+
+from lmcache_ray.index.cache_index import CacheIndex
+from lmcache_ray.index.plans import ChunkRef, StorePlan
+from lmcache_ray.index.policy import make_policy
+from lmcache_ray.index.slot_table import SlotState
+
+
+def make_index(num_slots: int, holders: Sequence[int] = (0, 1), policy: str = "LRU", epoch: int = 1) -> CacheIndex:
+    """An empty index whose stores and leases last 10 and 100 seconds."""
+    return CacheIndex(num_slots, holders, make_policy(policy), epoch=epoch, store_timeout_s=10.0, lease_timeout_s=100.0)
+
+
+def keys_of(text: str) -> list[bytes]:
+    """One key a letter."""
+    return [letter.encode() for letter in text]
+
+
+def names(refs: Iterable[ChunkRef]) -> str:
+    """The letters that refs stand for."""
+    return b"".join(ref.key for ref in refs).decode()
+
+
+def finish(index: CacheIndex, plan: StorePlan) -> StorePlan:
+    """Every holder commits every chunk."""
+    for rank in index.holders:
+        index.complete_store(plan.plan_id, rank, done=range(len(plan.refs)))
+    return plan
+
+
+def store(index: CacheIndex, text: str, now: float = 0.0) -> StorePlan:
+    """Plan a store and carry it out."""
+    return finish(index, index.prepare_store(keys_of(text), client="writer", now=now))
+
+
+def contents(index: CacheIndex, state: SlotState = SlotState.READY) -> str:
+    """The letters in one state, next victim first."""
+    return names(ref for ref, its_state in index.entries() if its_state is state)
