@@ -212,6 +212,7 @@ def test_the_last_step_may_be_asked_for_again(log):
     [
         (lambda log: log.take(step(2), 1, 0), "rank 1 is at step 2 where step 1 was due"),
         (lambda log: log.fail(step(3), "x", 0), "rank 0 is at step 3 where step 2 was due"),
+        (lambda log: log.fail(step(0), "x", 0), "rank 0 is at step 0 where step 2 was due"),
         (lambda log: log.take(step(1, src=2), 1, 0), "disagree whether 0 or 2"),
         (lambda log: log.break_session(0, "rank 1 gave up"), "rank 1 gave up"),
         (lambda log: log.expire(TTL), r"step 0 was not taken by ranks \{2\} within 10 s"),
