@@ -20,6 +20,7 @@ from typing import Final
 _OPEN_FLAGS: Final = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 _MODE: Final = 0o600
 _PAUSE_S: Final = 0.005
+_MAX_LOST_RACES: Final = 100
 
 OWNER_PATIENCE_S: Final = 0.1
 """How long to wait before a lock is taken for an owner's: those who only look hold it for microseconds."""
@@ -80,16 +81,19 @@ def lock_existing(path: Path, *, create: bool = False, patience_s: float = 0.0) 
     :raises OSError: if the file cannot be opened.
     """
     deadline = time.monotonic() + patience_s
-    while True:
+    lost_races = 0
+    while lost_races < _MAX_LOST_RACES:
         lock = _lock_opened(path, _OPEN_FLAGS | (os.O_CREAT if create else 0))
-        if lock is not None:
-            if lock.owns_path():
-                return lock
-            lock.release()  # it was removed or replaced between opening and locking: look again
-        elif time.monotonic() >= deadline:
-            return None
-        else:
+        if lock is None:
+            if time.monotonic() >= deadline:
+                return None
             time.sleep(_PAUSE_S)
+        elif lock.owns_path():
+            return lock
+        else:
+            lock.release()  # it was removed or replaced between opening and locking: look again
+            lost_races += 1
+    return None
 
 
 def lock_new(path: Path) -> FileLock | None:

@@ -24,7 +24,7 @@ from lmcache_ray.arena.arena import Arena
 from lmcache_ray.arena.liveness import LivenessFile
 from lmcache_ray.arena.mapped import ArenaMap
 from lmcache_ray.arena.names import arena_path, liveness_path
-from lmcache_ray.arena.process import is_alive
+from lmcache_ray.arena.process import is_alive, process_start_ticks
 from lmcache_ray.arena.slots import CommittedSlot, SlotState, SlotWord
 from lmcache_ray.arena.spec import ArenaGeometry, ArenaSpec
 from lmcache_ray.arena.sweep import sweep
@@ -51,8 +51,14 @@ def key_of(generation: int) -> bytes:
     return hashlib.sha256(b"%d" % generation).digest()
 
 
+def low_half(high_half: int) -> int:
+    """What must stand in the low half of a generation: never 0, all bytes change when the high half goes up by one."""
+    return high_half * 2654435761 & 0xFFFFFFFF | 1
+
+
 def say(line: object) -> None:
-    print(line, flush=True)
+    """Print in one piece: several processes may share the pipe."""
+    os.write(sys.stdout.fileno(), f"{line}\n".encode())
 
 
 # -- roles of the other processes -------------------------------------------------------------------------------------
@@ -104,15 +110,15 @@ def reuse_slots(directory: str) -> None:
 
 
 def hammer_word(directory: str) -> None:
-    """Store words whose two halves tell the same number."""
+    """Store generations whose low half follows from the high one."""
     slots = open_map(directory).slots
     say("hammering")
     number = 0
     while True:
         number += 1
         with contextlib.suppress(ProtocolError):  # the other one was here with a larger number
-            slots.begin_write(0, number << 32 | number)
-        number = max(number, slots.word(0).generation & 0xFFFFFFFF)
+            slots.begin_write(0, number << 32 | low_half(number))
+        number = max(number, slots.word(0).generation >> 32)
 
 
 def create_beyond_limit(directory: str) -> None:
@@ -161,20 +167,22 @@ ROLES: dict[str, Callable[[str], None]] = {
 
 @contextlib.contextmanager
 def running(role: Callable[[str], None], directory: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process in that role; killed at the end."""
+    """A process in that role; killed at the end with all that it started."""
     root = Path(lmcache_ray.arena.__file__).parents[2]
     process = subprocess.Popen(
         [sys.executable, __file__, role.__name__, str(directory)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
+        start_new_session=True,
         env={**os.environ, "PYTHONPATH": str(root)},
     )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
+    with process:
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def line_of(process: subprocess.Popen[str]) -> str:
@@ -226,17 +234,13 @@ def test_children_and_programs_do_not_inherit_the_locks(tmp_path: Path) -> None:
         lines = {line_of(owner) for _ in range(3)}
         assert "the child owns nothing" in lines
         survivors = [int(line) for line in lines if line.isdigit()]
-        try:
-            client = liveness_path(tmp_path, "ns", "processes", "c")
-            assert arena_path(tmp_path, "ns", "processes", 0).exists(), "a child's close must not remove the file"
-            assert LivenessFile.is_alive(client)
-            kill(owner)
-            assert len(survivors) == 2 and all(Path(f"/proc/{pid}").exists() for pid in survivors)
-            attach(tmp_path).close()
-            assert not LivenessFile.is_alive(client)
-        finally:
-            for pid in survivors:
-                os.kill(pid, signal.SIGKILL)
+        client = liveness_path(tmp_path, "ns", "processes", "c")
+        assert arena_path(tmp_path, "ns", "processes", 0).exists(), "a child's close must not remove the file"
+        assert LivenessFile.is_alive(client)
+        kill(owner)
+        assert len(survivors) == 2 and all(process_start_ticks(pid) is not None for pid in survivors)
+        attach(tmp_path).close()
+        assert not LivenessFile.is_alive(client)
 
 
 def test_a_reader_never_takes_another_chunks_bytes(tmp_path: Path) -> None:
@@ -261,16 +265,19 @@ def test_a_reader_never_takes_another_chunks_bytes(tmp_path: Path) -> None:
 
 def test_a_word_is_never_seen_half_written(tmp_path: Path) -> None:
     with create(tmp_path) as arena:
+        arena.slots.begin_write(0, 1 << 32 | low_half(1))
         words = np.memmap(arena.path, np.uint64, "r", SPEC.geometry.words_offset, (4,))
         with running(hammer_word, tmp_path) as one, running(hammer_word, tmp_path) as other:
             line_of(one), line_of(other)
+            many_times = np.zeros(2000, np.int64)
             seen: set[int] = set()
             deadline = time.monotonic() + TIMEOUT_S
-            while len(seen) < 1000:
+            while len(seen) < 2000:
                 assert time.monotonic() < deadline, f"only {len(seen)} words were seen"
-                for generation in (arena.slots.word(0).generation, int(words.copy()[0]) >> 2):
-                    assert generation >> 32 == generation & 0xFFFFFFFF, hex(generation)
-                    seen.add(generation)
+                generations = {arena.slots.word(0).generation, *(words[many_times] >> 2).tolist()}
+                for generation in generations:
+                    assert generation & 0xFFFFFFFF == low_half(generation >> 32), hex(generation)
+                seen |= generations
 
 
 def test_a_file_size_limit_is_a_capacity_error_and_leaves_nothing(tmp_path: Path) -> None:
@@ -315,6 +322,9 @@ def test_sweepers_harm_neither_each_other_nor_the_living(tmp_path: Path) -> None
                 assert arena.slots.num_committed == 0
                 if turn % 2:
                     arena.close(unlink=False)  # leave a dead one to the sweepers and the next turn
+        for _ in range(1000):
+            with LivenessFile.create(tmp_path, "ns", "processes", "c") as client:
+                assert LivenessFile.is_alive(client.path)
         assert one.poll() is None and other.poll() is None, "a sweeper failed"
 
 
