@@ -7,7 +7,9 @@ first used.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-__all__ = ["CacheCluster", "ClusterStatus", "Request"]
+from lmcache_ray import __version__ as __lmcache_ray_version__  # how the probe of nodes knows this package as ours
+
+__all__ = ["CacheCluster", "ClusterStatus", "Request", "__lmcache_ray_version__"]
 
 if TYPE_CHECKING:
     from .client import CacheCluster, ClusterStatus, Request

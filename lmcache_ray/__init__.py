@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 __version__: Final = "0.1.0"
+__lmcache_ray_version__: Final = __version__  # how the cluster's probe of nodes knows this package as ours
 
 __all__ = [
     "ClearResult",

@@ -21,7 +21,8 @@
     └── ClusterError           (RuntimeError)  the Ray cluster cannot do what was asked
         ├── ClusterNotFoundError (LookupError)
         ├── ClusterExistsError
-        ├── RankUnavailableError               a rank's process is dead or does not answer
+        ├── RankUnavailableError               a rank's process does not answer
+        │   └── RankDiedError                      it is proven to have ended
         └── ForeignPackageError  (ImportError) a node imports a `cluster` or `lmcache_ray` that is not ours
 
 A cache miss is a value, never an exception. Every class takes one message, so that each survives pickling.
@@ -107,7 +108,11 @@ class ClusterExistsError(ClusterError):
 
 
 class RankUnavailableError(ClusterError):
-    """A rank's process is dead or unreachable; the message names the rank."""
+    """A rank's process does not answer; the message names the rank. It may still be at work."""
+
+
+class RankDiedError(RankUnavailableError):
+    """A rank's process has ended: it does nothing any more."""
 
 
 class ForeignPackageError(ClusterError, ImportError):

@@ -52,6 +52,13 @@ class Broadcaster(Protocol):
         """This rank, as the source, fails the broadcast it would have made: receivers raise `BroadcastAborted`."""
         ...
 
+    def break_session(self, reason: str) -> None:
+        """This rank was given what another untagged call sent: the ranks are not in step.
+
+        Each rank's next untagged call is refused (`BroadcastAborted`); when all have been told so, they are in step.
+        """
+        ...
+
 
 def check_rank(name: str, rank: int, world_size: int) -> None:
     """Raises `InvalidRequestError` unless `rank`, given as `name`, is a rank of the world."""

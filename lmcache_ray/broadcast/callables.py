@@ -121,6 +121,9 @@ class CallableBroadcaster:
         """Sends a marker where receivers expect an object."""
         self._broadcast_object_fn(_AbortMarker(tag, reason), self._rank)
 
+    def break_session(self, reason: str) -> None:
+        """Nothing to do: the functions know no sessions, their order is all there is."""
+
     def _receive(self, expected: type[_Message], src: int, tag: str | None) -> _Message:
         message = self._broadcast_object_fn(None, src)
         if isinstance(message, _AbortMarker):

@@ -33,3 +33,6 @@ class SingleRankBroadcaster:
 
     def abort(self, reason: str, *, tag: str | None = None) -> None:
         """No rank waits."""
+
+    def break_session(self, reason: str) -> None:
+        """No other rank could be out of step."""

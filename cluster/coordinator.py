@@ -1,0 +1,299 @@
+"""The coordinator actor: the world's one index, its membership, and the meeting point of broadcasts.
+
+It decides and remembers; it moves no KV bytes and loads no torch. It runs on many threads, because one blocked call
+must not stop the others; the state behind them is locked in `IndexService` and `Exchange`. Callers carry its
+plans to the ranks themselves and report back in one batched `complete`.
+"""
+
+import os
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+
+import ray
+from ray.actor import ActorHandle
+
+from lmcache_ray.broadcast.exchange import Exchange
+from lmcache_ray.broadcast.log import Tag, TakeResult
+from lmcache_ray.errors import DeadlineError
+from lmcache_ray.index.cache_index import CacheIndex
+from lmcache_ray.index.plans import ChunkRef, LoadPlan, StorePlan
+from lmcache_ray.index.policy import make_policy
+from lmcache_ray.index.window import plan_window
+from lmcache_ray.index_service import ClearCounts, IndexService
+
+from .membership import Membership
+from .messages import (
+    ClientHello,
+    LoadItem,
+    LookupItem,
+    PackedRefs,
+    PlannedLoad,
+    PlannedStore,
+    RankHello,
+    StoreDone,
+    StoreItem,
+    pack_numbers,
+    unpack_flags,
+    unpack_keys,
+)
+from .open_plans import OpenPlans
+from .rank_calls import RankCalls
+from .world import ClusterStatus, TierStatus, WorldSpec, rank_status
+
+_HOUSEKEEPING_S = 0.5
+_ROUNDS_BETWEEN_CLIENT_CHECKS = 10
+
+
+class Coordinator:
+    """One per cache cluster. `epoch` is part of every generation it issues."""
+
+    def __init__(self, world: WorldSpec, epoch: int) -> None:
+        self._world = world
+        self._epoch = epoch
+        self._membership = Membership(world.layout.world_size, world.layout.holders)
+        self._calls = RankCalls(call_timeout_s=world.call_timeout_s)
+        index = CacheIndex(
+            world.num_slots,
+            world.layout.holders,
+            make_policy(world.cache_policy),
+            epoch=epoch,
+            store_timeout_s=world.call_timeout_s,
+            lease_timeout_s=world.lease_timeout_s,
+        )
+        self._service = IndexService(index, clock=time.monotonic, free_slots=self._calls.free_slots)
+        self._plans = OpenPlans(clock=time.monotonic, keep_s=10 * world.call_timeout_s)
+        self._exchange = Exchange(f"{epoch}-{uuid.uuid4().hex}", world.layout.world_size, world.call_timeout_s)
+        self._clients: dict[str, ClientHello] = {}
+        self._stopping = threading.Event()
+        threading.Thread(target=self._keep_house, name="housekeeping", daemon=True).start()
+
+    # -- control: membership and status -----------------------------------------------------------------------------
+
+    @ray.method(concurrency_group="control")
+    def ping(self) -> int:
+        """The epoch, as a sign of life."""
+        return self._epoch
+
+    @ray.method(concurrency_group="control")
+    def adopt(self, hellos: Sequence[RankHello], workers: Sequence[ActorHandle]) -> None:
+        """Take the started ranks in, and watch them from now on."""
+        self._calls.adopt(workers)
+        for hello in hellos:
+            self._membership.joined(hello)
+
+    @ray.method(concurrency_group="control")
+    def world(self) -> WorldSpec:
+        """What the world is; it never changes."""
+        return self._world
+
+    @ray.method(concurrency_group="control")
+    def status(self) -> ClusterStatus:
+        """All that is known of the world now."""
+        with self._service.at_now() as (index, _):
+            counts = index.counts()
+        used = counts.capacity - counts.free
+        return ClusterStatus(
+            name=self._world.name,
+            namespace=self._world.namespace,
+            epoch=self._epoch,
+            coordinator_pid=os.getpid(),
+            tiers={"cpu": TierStatus(counts.ready, counts.writing, counts.quarantined, counts.free, counts.capacity)},
+            leases=counts.leases,
+            clients=len(self._clients),
+            problems=tuple(self._membership.problems()),
+            ranks=tuple(
+                rank_status(rank, record, self._epoch, used if rank in self._world.layout.holders else 0)
+                for rank, record in enumerate(self._membership.records())
+            ),
+        )
+
+    @ray.method(concurrency_group="control")
+    def workers(self) -> list[ActorHandle]:
+        """The ranks' actor handles, in rank order."""
+        return self._calls.workers
+
+    @ray.method(concurrency_group="control")
+    def check_integrity(self) -> None:
+        """Raise `IntegrityError` if the index contradicts itself."""
+        with self._service.at_now() as (index, _):
+            index.check_integrity()
+
+    @ray.method(concurrency_group="control")
+    def hellos(self) -> list[RankHello]:
+        """What each rank said when it started, in rank order."""
+        return [record.hello for record in self._membership.records() if record.hello is not None]
+
+    @ray.method(concurrency_group="control")
+    def register_client(self, hello: ClientHello) -> None:
+        """A process begins to use the cluster."""
+        self._clients[hello.client_id] = hello
+
+    @ray.method(concurrency_group="control")
+    def unregister_client(self, client_id: str) -> None:
+        """It has ended: its leases end too."""
+        self._clients.pop(client_id, None)
+        with self._service.at_now() as (index, _):
+            index.drop_client(client_id)
+
+    @ray.method(concurrency_group="control")
+    def stop(self) -> None:
+        """End the threads of this process; the actor is killed next."""
+        self._stopping.set()
+
+    # -- index: plans and completions -------------------------------------------------------------------------------
+
+    @ray.method(concurrency_group="index")
+    def lookup(self, client: str, items: Sequence[LookupItem]) -> list[int]:
+        """Leading READY chunks of each prompt."""
+        if not self._membership.can_serve():
+            return [0] * len(items)
+        return [
+            self._service.lookup(unpack_keys(item.keys), client=client, lease_id=item.lease_id) for item in items
+        ]
+
+    @ray.method(concurrency_group="index")
+    def prepare_loads(self, client: str, items: Sequence[LoadItem]) -> list[PlannedLoad]:
+        """Pin what each prompt can load, and say where it lies."""
+        if not self._membership.can_serve():
+            return [PlannedLoad(item.start, PackedRefs.pack(())) for item in items]
+        return [
+            _packed_load(
+                self._service.prepare_load(
+                    unpack_keys(item.keys), client=client, start=item.start, lease_ids=item.lease_ids
+                )
+            )
+            for item in items
+        ]
+
+    @ray.method(concurrency_group="index")
+    def prepare_stores(self, client: str, items: Sequence[StoreItem], direct: bool = False) -> list[PlannedStore]:
+        """Reserve slots for what each prompt has that nobody has yet.
+
+        `direct`: the client process may write slots itself, so only its own word or its end settles them.
+        """
+        planned = []
+        for item in items:
+            keys = unpack_keys(item.keys)
+            if not self._membership.can_serve():
+                planned.append(PlannedStore(-1, PackedRefs.pack(()), b"", 0))
+                continue
+            plan = self._service.prepare_store(keys, client=client, start=item.start, rank=item.rank)
+            planned.append(self._opened(plan, keys, client if direct else None))
+        return planned
+
+    @ray.method(concurrency_group="index")
+    def prepare_window(
+        self, client: str, prompts: Sequence[bytes], lease_ids: Sequence[str]
+    ) -> list[tuple[PlannedLoad, PlannedStore]]:
+        """Plan load 1, store 1, load 2, store 2, ... of packed prompts as if each had ended before the next began.
+
+        Answers fewer than asked when a prompt's plan depends on one before it: ask for it again after completion.
+        """
+        keys = [unpack_keys(prompt) for prompt in prompts]
+        if not self._membership.can_serve():
+            nothing = PackedRefs.pack(())
+            return [(PlannedLoad(0, nothing), PlannedStore(-1, nothing, b"", 0)) for _ in prompts]
+        with self._service.at_now() as (index, now):
+            plans = plan_window(index, keys, client=client, now=now, lease_ids=lease_ids)
+        return [
+            (_packed_load(load), self._opened(store, prompt_keys, None))
+            for (load, store), prompt_keys in zip(plans, keys, strict=False)
+        ]
+
+    @ray.method(concurrency_group="index")
+    def complete(self, stores: Sequence[StoreDone], releases: Sequence[str] = ()) -> list[int]:
+        """Take acknowledgements in and end leases; answers, per store, its prompt's leading READY chunks."""
+        ready = []
+        for store in stores:
+            acks = {rank: unpack_flags(flags) for rank, flags in store.flags.items()}
+            ready.append(self._service.complete_store(store.plan_id, self._plans.keys_of(store.plan_id), acks))
+            self._plans.close(store.plan_id)
+        if releases:
+            self._service.release(releases)
+        return ready
+
+    @ray.method(concurrency_group="index")
+    def clear(self, keys: bytes | None) -> ClearCounts:
+        """Forget chunks (None: all) and free their slots on every holder."""
+        return self._service.clear(None if keys is None else unpack_keys(keys))
+
+    def _opened(self, plan: StorePlan, keys: list[bytes], writer: str | None) -> PlannedStore:
+        if plan.refs:
+            self._plans.open(plan, keys, writer)
+        return PlannedStore(plan.plan_id, PackedRefs.pack(plan.refs), pack_numbers(plan.positions), plan.num_ready)
+
+    # -- broadcast ----------------------------------------------------------------------------------------------------
+
+    @ray.method(concurrency_group="broadcast")
+    def publish(self, rank: int, name: str | None, parcel: object) -> None:
+        """A source's object; never waits for receivers."""
+        self._exchange.publish(parcel, rank, name)
+
+    @ray.method(concurrency_group="broadcast")
+    def fail_broadcast(self, rank: int, name: str | None, reason: str) -> None:
+        """A source's failure, for its receivers."""
+        self._exchange.fail(reason, rank, name)
+
+    @ray.method(concurrency_group="broadcast")
+    def take(self, rank: int, src: int, name: str | None, tag: Tag | None, wait_s: float) -> tuple[Tag, TakeResult]:
+        """Wait at most `wait_s` for a source's object; `tag` is the first answer's, when asking again."""
+        tag = self._exchange.begin(rank, src, name) if tag is None else tag
+        return tag, self._exchange.poll(tag, rank, wait_s)
+
+    @ray.method(concurrency_group="broadcast")
+    def give_up_broadcast(self, rank: int, tag: Tag) -> DeadlineError:
+        """A receiver's deadline has passed; the error it raises."""
+        return self._exchange.give_up(tag, rank)
+
+    @ray.method(concurrency_group="broadcast")
+    def break_broadcasts(self, reason: str) -> None:
+        """A rank's untagged calls are out of step with the others'."""
+        self._exchange.break_session(reason)
+
+    # -- housekeeping -----------------------------------------------------------------------------------------------
+
+    def _keep_house(self) -> None:
+        """Thread: notice ranks and clients that ended, end what is overdue, settle quarantined slots."""
+        rounds = 0
+        while not self._stopping.wait(_HOUSEKEEPING_S):
+            for rank, reason in self._calls.ended_ranks(timeout_s=_HOUSEKEEPING_S):
+                if self._membership.lost(rank, reason):
+                    self._exchange.rank_lost(rank)
+            rounds += 1
+            if rounds % _ROUNDS_BETWEEN_CLIENT_CHECKS == 0:
+                self._drop_dead_clients()
+            self._exchange.expire()
+            self._settle()
+
+    def _drop_dead_clients(self) -> None:
+        hellos = [record.hello for record in self._membership.records() if record.hello is not None]
+        for client in list(self._clients.values()):
+            neighbours = [hello.worker_id for hello in hellos if hello.node_id == client.node_id]
+            witness = next((rank for rank in neighbours if self._membership.is_alive(rank)), None)
+            if client.liveness_path is None or witness is None:
+                continue  # nobody can tell: its leases end by time
+            if self._calls.is_client_dead(witness, client.liveness_path):
+                self.unregister_client(client.client_id)
+
+    def _settle(self) -> None:
+        """Free quarantined slots that nobody can be writing any more, one rank after the other."""
+        for rank in self._world.layout.holders:
+            with self._service.at_now() as (index, _):
+                unsettled = [ref for ref in index.unsettled(rank) if not self._may_still_write(ref)]
+            if not unsettled:
+                continue
+            if self._membership.is_alive(rank) and not self._calls.settle(rank, unsettled):
+                continue
+            with self._service.at_now() as (index, _):
+                index.settle(rank, unsettled)
+        self._plans.prune()
+
+    def _may_still_write(self, ref: ChunkRef) -> bool:
+        writer = self._plans.writer_of(ref.generation)
+        return writer is not None and writer in self._clients
+
+
+def _packed_load(plan: LoadPlan) -> PlannedLoad:
+    return PlannedLoad(plan.start, PackedRefs.pack(plan.refs))

@@ -1,0 +1,230 @@
+"""Bringing a cluster up and taking it down: nodes chosen and probed, coordinator and ranks created, started, adopted.
+
+Ranks are placed by hand on chosen nodes and reserve their arena's bytes as Ray `memory`, so that a node never gets
+more arenas than it has memory for. Every wait shares one deadline, and a failure takes everything down again.
+"""
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from lmcache_ray.arena.capacity import arena_nbytes
+from lmcache_ray.errors import ClusterError, ClusterExistsError, ConfigError, DeadlineError, LMCacheRayError
+
+from .coordinator import Coordinator
+from .deadline import Deadline
+from .kv_source import KVSpec
+from .probe import NodeNeeds, choose_env_vars, probe_nodes
+from .topology import Topology, spread
+from .worker import RankWorker
+from .world import WorldSpec, cluster_prefix, coordinator_name, rank_name
+
+_FIRST_EPOCH = 1
+_STOP_TIMEOUT_S = 5.0
+_MAX_PENDING_CALLS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchPlan:
+    """What to bring up: `node_ids` has the node of each rank; a detached cluster outlives its driver."""
+
+    world: WorldSpec
+    kv: KVSpec
+    node_ids: Sequence[str]
+    detached: bool
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterActors:
+    """The processes of a cluster; `workers` in rank order."""
+
+    coordinator: ActorHandle
+    workers: list[ActorHandle]
+
+
+def place_ranks(
+    world_size: int,
+    alive: Sequence[str],
+    *,
+    nodes: Sequence[str] | None = None,
+    ranks_per_node: Sequence[int] | None = None,
+) -> list[str]:
+    """The node of each rank: `nodes[rank]` by hand, else spread over the alive nodes.
+
+    Raises `ConfigError` for numbers that do not agree, or a node that is not alive.
+    """
+    if nodes is not None:
+        if ranks_per_node is not None:
+            raise ConfigError("nodes and ranks_per_node both place ranks: give one of them")
+        if len(nodes) != world_size:
+            raise ConfigError(f"nodes must name one node for each of {world_size} ranks; got {len(nodes)}")
+        unknown = [node for node in nodes if node not in alive]
+        if unknown:
+            raise ConfigError(f"node {unknown[0]!r} is not alive; alive nodes: {', '.join(alive)}")
+        return list(nodes)
+    num_nodes = min(len(alive), world_size) if ranks_per_node is None else len(ranks_per_node)
+    if num_nodes > len(alive):
+        raise ConfigError(f"ranks_per_node names {num_nodes} nodes; {len(alive)} are alive")
+    counts = spread(world_size, num_nodes, ranks_per_node)
+    return [node for node, count in zip(alive, counts, strict=False) for _ in range(count)]
+
+
+def launch(plan: LaunchPlan) -> ClusterActors:
+    """Bring a cluster up and wait until it serves.
+
+    Raises `ClusterExistsError`, `ForeignPackageError`, `CapacityError`, `DeadlineError` naming what is missing, or
+    whatever a rank raised; then nothing of it is left.
+    """
+    deadline = Deadline(plan.timeout_s)
+    _check_free(plan.world)
+    env_vars = choose_env_vars(plan.world, plan.node_ids, deadline)
+    probe_nodes(plan.world, _needs(plan), deadline, env_vars=env_vars)
+    actors = _create(plan, env_vars)
+    try:
+        _start(plan, actors, deadline)
+    except BaseException:
+        take_down(actors)
+        raise
+    return actors
+
+
+def find(name: str, namespace: str) -> ActorHandle | None:
+    """The coordinator of a cluster that lives, or None."""
+    try:
+        coordinator = ray.get_actor(coordinator_name(name), namespace=namespace)
+        ray.get(coordinator.ping.remote(), timeout=_STOP_TIMEOUT_S)
+    except (ValueError, RayActorError):
+        return None
+    except GetTimeoutError:
+        raise DeadlineError(
+            f"the coordinator of cluster {name!r} in namespace {namespace!r} did not answer in {_STOP_TIMEOUT_S:g} s"
+        ) from None
+    return coordinator
+
+
+def take_down(actors: ClusterActors) -> None:
+    """Stop every rank (which removes its arena) and end all processes. What is dead already is passed over."""
+    stops = [worker.stop.remote() for worker in actors.workers] + [actors.coordinator.stop.remote()]
+    ray.wait(stops, num_returns=len(stops), timeout=_STOP_TIMEOUT_S)
+    for actor in (*actors.workers, actors.coordinator):
+        ray.kill(actor, no_restart=True)
+
+
+def end_remains(name: str, namespace: str) -> int:
+    """End every actor that bears the cluster's name, whatever state the cluster is in; their number."""
+    prefix = cluster_prefix(name)
+    found = [
+        entry["name"]
+        for entry in ray.util.list_named_actors(all_namespaces=True)
+        if entry["namespace"] == namespace and entry["name"].startswith(prefix)
+    ]
+    ended = 0
+    for actor_name in found:
+        with contextlib.suppress(ValueError):  # it ended meanwhile
+            actor = ray.get_actor(actor_name, namespace=namespace)
+            ray.wait([actor.stop.remote()], timeout=_STOP_TIMEOUT_S)
+            ray.kill(actor, no_restart=True)
+            ended += 1
+    return ended
+
+
+def _check_free(world: WorldSpec) -> None:
+    if find(world.name, world.namespace) is not None:
+        raise ClusterExistsError(
+            f"a cluster {world.name!r} lives in namespace {world.namespace!r}: connect to it, take it down, or choose "
+            "another name"
+        )
+    end_remains(world.name, world.namespace)  # ranks without a coordinator serve nobody
+
+
+def _needs(plan: LaunchPlan) -> Mapping[str, NodeNeeds]:
+    layout, needs = plan.world.layout, dict[str, dict[int, int]]()
+    for rank, node_id in enumerate(plan.node_ids):
+        on_node = needs.setdefault(node_id, {})
+        if rank in layout.holders:
+            on_node[rank] = arena_nbytes(plan.world.num_slots, layout.ranks[rank].slot_nbytes)
+    return {node_id: NodeNeeds(on_node) for node_id, on_node in needs.items()}
+
+
+def _create(plan: LaunchPlan, env_vars: Mapping[str, str]) -> ClusterActors:
+    world, needs = plan.world, _needs(plan)
+    common = {
+        "namespace": world.namespace,
+        "num_cpus": 0,
+        "max_restarts": 0,
+        "max_pending_calls": _MAX_PENDING_CALLS,
+        "lifetime": "detached" if plan.detached else None,
+        "runtime_env": {"env_vars": dict(env_vars)} if env_vars else None,
+    }
+    size = world.layout.world_size
+    coordinator_class = ray.remote(concurrency_groups={"control": 4, "index": 8, "broadcast": 2 * size + 2})(
+        Coordinator
+    )
+    worker_class = ray.remote(concurrency_groups={"control": 4, "data": 4, "call": 4, "watch": 1})(RankWorker)
+    try:
+        coordinator = coordinator_class.options(
+            **common,
+            name=coordinator_name(world.name),
+            scheduling_strategy=NodeAffinitySchedulingStrategy(plan.node_ids[0], soft=True),
+        ).remote(world, _FIRST_EPOCH)
+    except ValueError as error:
+        raise ClusterExistsError(f"a cluster {world.name!r} is being started in {world.namespace!r}: {error}") from error
+    actors = ClusterActors(coordinator, [])
+    try:
+        for rank, node_id in enumerate(plan.node_ids):
+            options = {
+                **common,
+                "name": rank_name(world.name, rank),
+                "memory": needs[node_id].arena_nbytes.get(rank, 0) or None,
+                "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
+            }
+            actors.workers.append(worker_class.options(**options).remote(world, rank, plan.kv))
+    except BaseException:
+        take_down(actors)
+        raise
+    return actors
+
+
+def _start(plan: LaunchPlan, actors: ClusterActors, deadline: Deadline) -> None:
+    node_ids = _gather(
+        [worker.node_id.remote() for worker in actors.workers], deadline, plan, "was not scheduled"
+    )
+    topology = Topology.from_node_ids([str(node_id) for node_id in node_ids])
+    hellos = _gather(
+        [
+            worker.start.remote(place, actors.coordinator)
+            for worker, place in zip(actors.workers, topology.places, strict=True)
+        ],
+        deadline,
+        plan,
+        "did not start",
+    )
+    _gather([actors.coordinator.adopt.remote(hellos, actors.workers)], deadline, plan, "did not adopt the ranks")
+
+
+def _gather(
+    references: Sequence[ray.ObjectRef], deadline: Deadline, plan: LaunchPlan, failure: str
+) -> list[object]:
+    results = []
+    for rank, reference in enumerate(references):
+        who = f"rank {rank} on node {plan.node_ids[rank]}"
+        try:
+            results.append(ray.get(reference, timeout=deadline.remaining_s()))
+        except GetTimeoutError:
+            reserved = _needs(plan)[plan.node_ids[rank]].arena_nbytes.get(rank, 0)
+            raise DeadlineError(
+                f"{who} {failure} within {deadline.timeout_s:g} s; it needs {reserved} bytes of Ray `memory` there"
+            ) from None
+        except RayTaskError as error:
+            raise error.cause if isinstance(error.cause, LMCacheRayError) else ClusterError(
+                f"{who} {failure}: {error.cause}"
+            ) from error
+        except RayError as error:
+            raise ClusterError(f"{who} {failure}: {str(error).splitlines()[0]}") from error
+    return results

@@ -1,0 +1,244 @@
+"""What crosses a process border: frozen values whose bulk is packed into `bytes`. Pure.
+
+Pickling a list of small objects costs more than a whole actor call, so keys, slots, generations and KV rows travel as
+one `bytes` each. Messages should stay below `MESSAGE_NBYTES`; beyond it Ray sends them through its object store,
+which costs some ten milliseconds.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from lmcache_ray.index.plans import ChunkRef, make_refs
+
+MESSAGE_NBYTES: Final = 80 * 1024
+KEY_NBYTES: Final = 32
+
+
+def pack_keys(keys: Iterable[bytes]) -> bytes:
+    """Chunk keys, one after the other."""
+    return b"".join(keys)
+
+
+def unpack_keys(packed: bytes) -> list[bytes]:
+    """The keys again."""
+    return [packed[at : at + KEY_NBYTES] for at in range(0, len(packed), KEY_NBYTES)]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRefs:
+    """A run of `ChunkRef` as three columns: keys, slots (8 bytes each) and generations (8 bytes each)."""
+
+    keys: bytes
+    slots: bytes
+    generations: bytes
+
+    @staticmethod
+    def pack(refs: Sequence[ChunkRef]) -> PackedRefs:
+        """Three columns of `refs`."""
+        return PackedRefs(
+            pack_keys([ref.key for ref in refs]),
+            pack_numbers([ref.slot for ref in refs]),
+            pack_numbers([ref.generation for ref in refs]),
+        )
+
+    def unpack(self) -> tuple[ChunkRef, ...]:
+        """The refs again."""
+        return make_refs(unpack_keys(self.keys), _numbers(self.slots), _numbers(self.generations))
+
+    def __len__(self) -> int:
+        return len(self.keys) // KEY_NBYTES
+
+
+def _numbers(packed: bytes) -> array[int]:
+    numbers: array[int] = array("Q")
+    numbers.frombytes(packed)
+    return numbers
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRows:
+    """KV rows of consecutive chunks: runs of adjacent rows, and how many rows each chunk has.
+
+    Engines hand out blocks of adjacent rows, so runs are far shorter than one number per token.
+    """
+
+    starts: bytes
+    lengths: bytes
+    rows_per_chunk: bytes
+
+    @staticmethod
+    def pack(rows: Sequence[np.ndarray]) -> PackedRows:
+        """`rows` has one int64 array per chunk."""
+        counts = np.array([len(chunk) for chunk in rows], dtype=np.int64)
+        flat = np.concatenate(rows) if rows else np.empty(0, dtype=np.int64)
+        begins = np.flatnonzero(np.diff(flat, prepend=flat[:1] - 2) != 1)
+        lengths = np.diff(begins, append=len(flat))
+        return PackedRows(flat[begins].tobytes(), lengths.tobytes(), counts.tobytes())
+
+    def unpack(self) -> list[np.ndarray]:
+        """One int64 array per chunk again."""
+        starts = np.frombuffer(self.starts, dtype=np.int64)
+        lengths = np.frombuffer(self.lengths, dtype=np.int64)
+        counts = np.frombuffer(self.rows_per_chunk, dtype=np.int64)
+        ends = np.cumsum(lengths)
+        flat = np.arange(ends[-1] if len(ends) else 0, dtype=np.int64)
+        flat += np.repeat(starts - (ends - lengths), lengths)
+        return np.split(flat, np.cumsum(counts)[:-1]) if len(counts) else []
+
+
+def pack_numbers(numbers: Iterable[int]) -> bytes:
+    """Integers from 0 to 2^64 - 1, 8 bytes each."""
+    return array("Q", numbers).tobytes()
+
+
+def unpack_numbers(packed: bytes) -> list[int]:
+    """The integers again."""
+    return _numbers(packed).tolist()
+
+
+def pack_flags(flags: Iterable[bool]) -> bytes:
+    """One byte, 0 or 1, per flag."""
+    return bytes(flags)
+
+
+def unpack_flags(packed: bytes) -> list[bool]:
+    """The flags again."""
+    return [flag == 1 for flag in packed]
+
+
+# -- caller <-> coordinator -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LookupItem:
+    """One prompt to look up; with `lease_id` what is found is pinned under it."""
+
+    keys: bytes
+    lease_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadItem:
+    """One prompt to load from chunk `start` on, pinned under each of `lease_ids`."""
+
+    keys: bytes
+    start: int
+    lease_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreItem:
+    """One prompt to store from chunk `start` on; `rank` is None when one caller writes for all ranks."""
+
+    keys: bytes
+    start: int
+    rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedLoad:
+    """Where the cached chunks lie: `refs` are those of the prompt's chunks from `start` on."""
+
+    start: int
+    refs: PackedRefs
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStore:
+    """What is to be written: `positions` (packed numbers): number i is the index of chunk i among the prompt's keys."""
+
+    plan_id: int
+    refs: PackedRefs
+    positions: bytes
+    num_ready: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreDone:
+    """Acknowledgements of one plan: per rank, one flag byte for each chunk."""
+
+    plan_id: int
+    flags: dict[int, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class ClientHello:
+    """A process that uses the cluster. `liveness_path` is a file it keeps locked while it lives."""
+
+    client_id: str
+    node_id: str
+    pid: int
+    liveness_path: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class RankHello:
+    """A rank that is ready to serve."""
+
+    worker_id: int
+    local_worker_id: int
+    local_world_size: int
+    node_id: str
+    pid: int
+    arena_path: str | None
+    slots_total: int
+    kv_rows: int
+
+
+# -- caller <-> rank ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """Chunk bytes that travel by Ray's object store: uint8 ``[num_chunks, slot_nbytes]`` and a flag byte per chunk."""
+
+    data: np.ndarray
+    present: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTask:
+    """Read `refs` into `rows`, the first chunk from `first_row` on, out of the arena at `arena_path` (None: own).
+
+    Where that arena lies on another node, the step's payload has the bytes instead, from its chunk `payload_start` on.
+    """
+
+    refs: PackedRefs
+    rows: PackedRows
+    first_row: int
+    arena_path: str | None = None
+    payload_start: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StoreTask:
+    """Write `rows` into the slots of `refs`."""
+
+    refs: PackedRefs
+    rows: PackedRows
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """A flag byte per chunk: of each load task whether the rows are good, of each store task whether it is committed."""
+
+    loaded: list[bytes]
+    stored: list[bytes]
+
+
+def batches(sizes: Sequence[int], limit: int = MESSAGE_NBYTES) -> Iterable[range]:
+    """Split items of the given sizes into consecutive ranges of at most `limit` in sum; a larger item goes alone."""
+    begin, total = 0, 0
+    for position, size in enumerate(sizes):
+        if position > begin and total + size > limit:
+            yield range(begin, position)
+            begin, total = position, 0
+        total += size
+    if begin < len(sizes):
+        yield range(begin, len(sizes))

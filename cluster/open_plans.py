@@ -1,0 +1,62 @@
+"""The coordinator's memory of store plans that are not finished: whose prompt each one is of, and who may write.
+
+The index itself needs neither: prompts are kept here so that a completion can answer how much of one is READY now, and
+writers so that no slot is given away while a client process may still be writing to it.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lmcache_ray.index.plans import StorePlan
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenPlan:
+    keys: Sequence[bytes]
+    generations: tuple[int, ...]
+    opened: float
+
+
+class OpenPlans:
+    """Thread-safe. `clock` gives seconds; plans never completed are forgotten after `keep_s`."""
+
+    def __init__(self, *, clock: Callable[[], float], keep_s: float) -> None:
+        self._clock = clock
+        self._keep_s = keep_s
+        self._lock = threading.Lock()
+        self._plans: dict[int, _OpenPlan] = {}
+        self._writers: dict[int, str] = {}
+
+    def open(self, plan: StorePlan, keys: Sequence[bytes], writer: str | None) -> None:
+        """Remember the plan of prompt `keys`; `writer` is the client process that may write its slots itself."""
+        generations = tuple(ref.generation for ref in plan.refs) if writer is not None else ()
+        with self._lock:
+            self._plans[plan.plan_id] = _OpenPlan(keys, generations, self._clock())
+            if writer is not None:
+                self._writers.update(dict.fromkeys(generations, writer))
+
+    def keys_of(self, plan_id: int) -> Sequence[bytes]:
+        """The prompt's keys; none if the plan is unknown or forgotten."""
+        with self._lock:
+            plan = self._plans.get(plan_id)
+            return () if plan is None else plan.keys
+
+    def close(self, plan_id: int) -> None:
+        """The plan's caller has reported: neither it nor anyone for it writes any more."""
+        with self._lock:
+            plan = self._plans.pop(plan_id, None)
+            for generation in plan.generations if plan is not None else ():
+                self._writers.pop(generation, None)
+
+    def writer_of(self, generation: int) -> str | None:
+        """The client process that may be writing this generation."""
+        with self._lock:
+            return self._writers.get(generation)
+
+    def prune(self) -> None:
+        """Forget plans whose callers never reported, except those that a client may still be writing."""
+        with self._lock:
+            before = self._clock() - self._keep_s
+            for plan_id in [key for key, plan in self._plans.items() if plan.opened < before and not plan.generations]:
+                del self._plans[plan_id]

@@ -1,0 +1,153 @@
+"""One rank's work: its arena, its paged KV and the tasks of plans, without Ray.
+
+`worker.py` puts this into an actor. Tests and simulations can use it directly.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lmcache_ray.arena.arena import Arena
+from lmcache_ray.arena.liveness import LivenessFile
+from lmcache_ray.arena.mapped import ArenaMap
+from lmcache_ray.build import arena_spec
+from lmcache_ray.connector.base import KVConnector
+from lmcache_ray.errors import ArenaError, RankUnavailableError
+from lmcache_ray.metadata import LMCacheMetadata
+from lmcache_ray.shard import ArenaSource, ChunkSource, EngineShard, PayloadSource, export_chunks, read_chunks
+
+from .messages import (
+    LoadTask,
+    PackedRefs,
+    Payload,
+    StepResult,
+    StoreTask,
+    pack_flags,
+    unpack_flags,
+)
+from .topology import RankPlace
+from .world import WorldSpec
+
+
+@dataclass(frozen=True, slots=True)
+class RankSetup:
+    """What a rank is made of: its place, its metadata, and the connector to its paged KV."""
+
+    place: RankPlace
+    metadata: LMCacheMetadata
+    connector: KVConnector
+
+
+class Rank:
+    """One rank of a cluster. A holder owns an arena; every rank has paged KV and can load from any arena of its node."""
+
+    def __init__(self, world: WorldSpec, setup: RankSetup) -> None:
+        self.world = world
+        self.place = setup.place
+        self.metadata = setup.metadata
+        self.connector = setup.connector
+        self.layout = world.layout.ranks[setup.place.worker_id]
+        self._arena: Arena | None = None
+        self.shard: EngineShard | None = None
+        self._maps: dict[str, ArenaMap] = {}
+        if setup.place.worker_id in world.layout.holders:
+            spec = arena_spec(
+                world.layout,
+                setup.place.worker_id,
+                num_slots=world.num_slots,
+                namespace=world.namespace,
+                name=world.name,
+            )
+            self._arena = Arena.create(spec, world.arena_dir, node_id=setup.place.node_id, now=time.time())
+            self.shard = EngineShard(self._arena.slots)
+
+    @property
+    def arena_path(self) -> str | None:
+        """The rank's own arena, if it holds one."""
+        return str(self._arena.path) if self._arena is not None else None
+
+    def step(self, loads: Sequence[LoadTask], stores: Sequence[StoreTask], payload: Payload | None) -> StepResult:
+        """Carry out loads, then stores. `payload` has the chunks of load tasks that name a `payload_start`.
+
+        A load whose arena cannot be read, or whose chunk is gone, is answered False, never raised.
+        """
+        return StepResult(
+            loaded=[pack_flags(self._load(task, payload)) for task in loads],
+            stored=[pack_flags(self._store(task)) for task in stores],
+        )
+
+    def export(self, refs: PackedRefs) -> Payload:
+        """Copy chunks of the rank's own arena, for ranks and clients of other nodes."""
+        source = ArenaSource(self._own_shard().slots)
+        data, present = export_chunks(source, refs.unpack(), self.layout.slot_nbytes)
+        return Payload(data, pack_flags(present))
+
+    def take_in(self, refs: PackedRefs, data: np.ndarray, num_tokens: Sequence[int]) -> bytes:
+        """Write chunks given as bytes ``[len(refs), slot_nbytes]``; a flag byte per chunk."""
+        return pack_flags(self._own_shard().take_in(refs.unpack(), data, num_tokens))
+
+    def free_slots(self, refs: PackedRefs) -> None:
+        """Drop these chunks."""
+        self._own_shard().free(refs.unpack())
+
+    def settle(self, refs: PackedRefs) -> bool:
+        """True if none of `refs` is or ever will be written by this process."""
+        return self._own_shard().settle(refs.unpack())
+
+    def is_client_dead(self, liveness_path: str) -> bool:
+        """Whether the process that kept this file locked has ended."""
+        return not LivenessFile.is_alive(liveness_path)
+
+    def heartbeat(self) -> None:
+        """Tell sweepers of other clusters that this arena is in use."""
+        if self._arena is not None:
+            self._arena.heartbeat(time.time())
+
+    def prefault(self) -> None:
+        """Make the arena's pages present, so that first stores do not wait for the kernel."""
+        if self._arena is not None:
+            self._arena.prefault()
+
+    def source_at(self, arena_path: str | None) -> ChunkSource:
+        """Chunks of the arena published at `arena_path` on this node; None is the rank's own.
+
+        Raises `ArenaError` if it cannot be mapped. Maps are kept open, because mapping costs more than reading.
+        """
+        if arena_path is None or arena_path == self.arena_path:
+            return ArenaSource(self._own_shard().slots)
+        mapped = self._maps.get(arena_path)
+        if mapped is None or not mapped.is_published():
+            mapped = ArenaMap.open(arena_path, expected_fingerprint=self.world.layout.fingerprint)
+            self._maps[arena_path] = mapped
+        return ArenaSource(mapped.slots)
+
+    def close(self) -> None:
+        """Give back the arena and all maps. Idempotent."""
+        for mapped in self._maps.values():
+            mapped.close()
+        if self._arena is not None:
+            self._arena.close()
+
+    def _load(self, task: LoadTask, payload: Payload | None) -> list[bool]:
+        refs = task.refs.unpack()
+        try:
+            source = self._source_of(task, len(refs), payload)
+        except ArenaError:
+            return [False] * len(refs)
+        return read_chunks(source, refs, task.rows.unpack(), self.connector, first_row=task.first_row)
+
+    def _source_of(self, task: LoadTask, num_chunks: int, payload: Payload | None) -> ChunkSource:
+        if task.payload_start is None or payload is None:
+            return self.source_at(task.arena_path)
+        part = slice(task.payload_start, task.payload_start + num_chunks)
+        return PayloadSource(payload.data[part], unpack_flags(payload.present[part]))
+
+    def _store(self, task: StoreTask) -> list[bool]:
+        return self._own_shard().store(task.refs.unpack(), task.rows.unpack(), self.connector)
+
+    def _own_shard(self) -> EngineShard:
+        if self.shard is None:
+            raise RankUnavailableError(f"rank {self.place.worker_id} holds no chunks in this world")
+        return self.shard

@@ -1,0 +1,107 @@
+"""Ray itself: joining the one that is there, or starting a local one that ends with this process.
+
+A local Ray can consist of several simulated nodes: real raylets on one machine, each with its own object store.
+"""
+
+import logging
+import os
+from dataclasses import dataclass, field
+from typing import Final
+
+import ray
+
+from lmcache_ray.errors import ClusterError
+
+_OBJECT_STORE_NBYTES: Final = 256 * 2**20
+_NODE_CPUS: Final = 4  # more than this project asks for: its actors reserve memory, not cores
+
+
+@dataclass(slots=True)
+class RaySession:
+    """This process's tie to Ray. `close` ends what `open_*` started, and nothing else."""
+
+    owns_ray: bool
+    simulated: object | None = field(default=None, repr=False)
+
+    def close(self) -> None:
+        """Shut Ray down if this session started it. Idempotent."""
+        if self.owns_ray and ray.is_initialized():
+            ray.shutdown()
+        if self.simulated is not None:
+            self.simulated.shutdown()  # type: ignore[attr-defined]  # ray's test cluster has no types
+        self.owns_ray, self.simulated = False, None
+
+
+def open_session(namespace: str, *, num_nodes: int = 1) -> RaySession:
+    """Use the Ray this process is connected to, else the one that RAY_ADDRESS names, else start a local one.
+
+    More than one node is simulated, and only in a local Ray. Raises `ClusterError` if that cannot be.
+    """
+    if ray.is_initialized():
+        return _existing(num_nodes)
+    if os.environ.get("RAY_ADDRESS"):
+        _quiet_init(namespace=namespace)
+        return RaySession(owns_ray=True) if num_nodes == 1 else _existing(num_nodes)
+    if num_nodes == 1:
+        _quiet_init(
+            address="local",
+            namespace=namespace,
+            include_dashboard=False,
+            num_cpus=_NODE_CPUS,
+            object_store_memory=_OBJECT_STORE_NBYTES,
+        )
+        return RaySession(owns_ray=True)
+    return _simulate(namespace, num_nodes)
+
+
+def join_session(namespace: str) -> RaySession:
+    """Connect to a Ray that is already running on this machine or that RAY_ADDRESS names.
+
+    Raises `ClusterError` if there is none.
+    """
+    if ray.is_initialized():
+        return RaySession(owns_ray=False)
+    try:
+        _quiet_init(address=os.environ.get("RAY_ADDRESS") or "auto", namespace=namespace)
+    except ConnectionError as error:
+        raise ClusterError(
+            "no running Ray was found: start one with `ray start --head`, or set RAY_ADDRESS to one"
+        ) from error
+    return RaySession(owns_ray=True)
+
+
+def alive_node_ids() -> list[str]:
+    """Ids of the nodes that live now; this process's own node first, the others in a fixed order."""
+    own = ray.get_runtime_context().get_node_id()
+    others = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != own)
+    return [own, *others]
+
+
+def _existing(num_nodes: int) -> RaySession:
+    if num_nodes > 1 and len(alive_node_ids()) < num_nodes:
+        raise ClusterError(
+            f"{num_nodes} nodes were asked for; the Ray that this process is connected to has {len(alive_node_ids())}"
+        )
+    return RaySession(owns_ray=False)
+
+
+def _simulate(namespace: str, num_nodes: int) -> RaySession:
+    from ray.cluster_utils import Cluster
+
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    nodes = {"num_cpus": _NODE_CPUS, "object_store_memory": _OBJECT_STORE_NBYTES}
+    simulated = Cluster(initialize_head=True, head_node_args={**nodes, "include_dashboard": False})
+    try:
+        for _ in range(num_nodes - 1):
+            simulated.add_node(**nodes)
+        _quiet_init(address=simulated.address, namespace=namespace)
+        simulated.wait_for_nodes()
+    except BaseException:
+        simulated.shutdown()
+        raise
+    return RaySession(owns_ray=True, simulated=simulated)
+
+
+def _quiet_init(**arguments: object) -> None:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray.init(log_to_driver=False, logging_level=logging.ERROR, configure_logging=True, **arguments)

@@ -1,0 +1,191 @@
+"""The rank worker actor: a `Rank` that answers calls, and the engine that code running beside it can use.
+
+Concurrency groups keep a slow copy from delaying a sign of life: `data` moves bytes, `call` runs users' functions,
+`control` answers at once, and `watch` is occupied for life by the coordinator's watch for this process's end.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+
+import ray
+from ray.actor import ActorHandle
+
+from lmcache_ray.connector.paged import PagedConnector
+from lmcache_ray.engine import EngineParts, LMCacheEngine
+from lmcache_ray.index_service import LeaseNames
+from lmcache_ray.layout import Placement
+
+from .broadcaster import ClusterChannel, CoordinatorBroadcaster
+from .coordinator_index import CoordinatorIndex
+from .kv_source import KVSpec, make_kv_caches, resolve_function
+from .messages import LoadTask, PackedRefs, Payload, RankHello, StepResult, StoreTask
+from .rank import Rank, RankSetup
+from .rank_metadata import rank_metadata
+from .topology import RankPlace
+from .world import WorldSpec
+
+_HEARTBEAT_S = 5.0
+
+
+class RankContext:
+    """What a function run by `CacheCluster.run_on_ranks` gets: this rank's engine and its paged KV."""
+
+    def __init__(self, rank: Rank, engine: LMCacheEngine, kv_caches: Sequence[object]) -> None:
+        self.rank = rank
+        self.engine = engine
+        self.kv_caches = kv_caches
+
+    @property
+    def worker_id(self) -> int:
+        """The rank in the world."""
+        return self.rank.place.worker_id
+
+
+class RankWorker:
+    """One rank's actor. Created first, so that it can say on which node it runs; `start` makes the rank."""
+
+    def __init__(self, world: WorldSpec, worker_id: int, kv: KVSpec) -> None:
+        self._world = world
+        self._worker_id = worker_id
+        self._kv = kv
+        self._rank: Rank | None = None
+        self._context: RankContext | None = None
+        self._stopped = threading.Event()
+
+    @ray.method(concurrency_group="control")
+    def node_id(self) -> str:
+        """The node this actor runs on."""
+        return ray.get_runtime_context().get_node_id()
+
+    @ray.method(concurrency_group="control")
+    def start(self, place: RankPlace, coordinator: ActorHandle) -> RankHello:
+        """Make the rank: metadata, paged KV, arena, engine."""
+        layout = self._world.layout.ranks[self._worker_id]
+        metadata = rank_metadata(self._world, place, self._kv.num_blocks)
+        kv_caches = make_kv_caches(self._kv, metadata, layout)
+        connector = PagedConnector(layout, kv_caches)
+        rank = Rank(self._world, RankSetup(place, metadata, connector))
+        self._rank = rank
+        self._context = RankContext(rank, self._make_engine(rank, coordinator), kv_caches)
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        return RankHello(
+            worker_id=place.worker_id,
+            local_worker_id=place.local_worker_id,
+            local_world_size=place.local_world_size,
+            node_id=place.node_id,
+            pid=os.getpid(),
+            arena_path=rank.arena_path,
+            slots_total=self._world.num_slots if rank.shard is not None else 0,
+            kv_rows=connector.num_slots,
+        )
+
+    # -- data ---------------------------------------------------------------------------------------------------------
+
+    @ray.method(concurrency_group="data")
+    def step(self, loads: Sequence[LoadTask], stores: Sequence[StoreTask], payload: Payload | None = None) -> StepResult:
+        """See `Rank.step`."""
+        return self._started().step(loads, stores, payload)
+
+    @ray.method(concurrency_group="data")
+    def export(self, refs: PackedRefs) -> Payload:
+        """See `Rank.export`."""
+        return self._started().export(refs)
+
+    @ray.method(concurrency_group="data")
+    def take_in(self, refs: PackedRefs, num_tokens: Sequence[int], data: object) -> bytes:
+        """See `Rank.take_in`; `data` is a uint8 array that came through the object store."""
+        return self._started().take_in(refs, data, num_tokens)  # type: ignore[arg-type]  # Ray resolves the reference
+
+    @ray.method(concurrency_group="call")
+    def call(self, function: str | Callable[..., object], arguments: Sequence[object]) -> object:
+        """Run ``function(context, *arguments)`` in this process; a text names it as "module:function"."""
+        self._started()
+        run = resolve_function(function, what="function") if isinstance(function, str) else function
+        return run(self._context, *arguments)
+
+    # -- control ------------------------------------------------------------------------------------------------------
+
+    @ray.method(concurrency_group="control")
+    def ping(self) -> int:
+        """The process id, as a sign of life."""
+        return os.getpid()
+
+    @ray.method(concurrency_group="control")
+    def free_slots(self, refs: PackedRefs) -> bool:
+        """See `Rank.free_slots`."""
+        self._started().free_slots(refs)
+        return True
+
+    @ray.method(concurrency_group="control")
+    def settle(self, refs: PackedRefs) -> bool:
+        """See `Rank.settle`."""
+        return self._started().settle(refs)
+
+    @ray.method(concurrency_group="control")
+    def is_client_dead(self, liveness_path: str) -> bool:
+        """See `Rank.is_client_dead`."""
+        return self._started().is_client_dead(liveness_path)
+
+    @ray.method(concurrency_group="control")
+    def check_integrity(self) -> int:
+        """Raise `IntegrityError` if the arena contradicts itself; the number of chunks it holds."""
+        shard = self._started().shard
+        if shard is None:
+            return 0
+        shard.slots.check_integrity()
+        return shard.slots.num_committed
+
+    @ray.method(concurrency_group="watch")
+    def until_stopped(self) -> None:
+        """Return when `stop` was called: whoever waits for this learns of any other end by Ray's error."""
+        self._stopped.wait()
+
+    @ray.method(concurrency_group="control")
+    def stop(self) -> None:
+        """Give the arena back and remove its file. Idempotent."""
+        self._stopped.set()
+        if self._context is not None:
+            self._context.engine.close()
+        if self._rank is not None:
+            self._rank.close()
+
+    def __ray_shutdown__(self) -> None:
+        self.stop()
+
+    # -- parts --------------------------------------------------------------------------------------------------------
+
+    def _started(self) -> Rank:
+        if self._rank is None:
+            raise RuntimeError(f"rank {self._worker_id} has not been started")
+        return self._rank
+
+    def _make_engine(self, rank: Rank, coordinator: ActorHandle) -> LMCacheEngine:
+        world, client = self._world, f"rank{self._worker_id}"
+        channel = None
+        if world.layout.placement is Placement.FIRST_RANK and world.layout.world_size > 1:
+            place = rank.place
+            broadcaster = CoordinatorBroadcaster(
+                self._worker_id, world.layout.world_size, coordinator, timeout_s=world.call_timeout_s
+            )
+            channel = ClusterChannel(broadcaster, rank, has_other_nodes=place.local_world_size < world.layout.world_size)
+        return LMCacheEngine(
+            EngineParts(
+                metadata=rank.metadata,
+                layout=world.layout,
+                hasher=world.hasher(),
+                index=CoordinatorIndex(coordinator, client, call_timeout_s=world.call_timeout_s),
+                shard=rank.shard,
+                channel=channel,
+                lease_names=LeaseNames(f"{client}-{os.getpid()}"),
+                connector=rank.connector,
+                min_retrieve_tokens=world.min_retrieve_tokens,
+            )
+        )
+
+    def _beat(self) -> None:
+        """Thread: pre-fault the arena once, then say regularly that it is in use."""
+        rank = self._started()
+        rank.prefault()
+        while not self._stopped.wait(_HEARTBEAT_S):
+            rank.heartbeat()

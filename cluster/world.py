@@ -1,0 +1,111 @@
+"""What a world is (`WorldSpec`, fixed at its start) and how it stands (`ClusterStatus`, a snapshot). Pure."""
+
+from dataclasses import dataclass
+
+from lmcache_ray.keys import ChunkHasher
+from lmcache_ray.layout import WorldLayout
+
+from .membership import RankRecord, RankState
+
+
+@dataclass(frozen=True, slots=True)
+class WorldSpec:
+    """Everything all processes of one cache cluster agree on. `num_slots` is the number of slots of every arena."""
+
+    namespace: str
+    name: str
+    model_name: str
+    model_revision: str | None
+    layout: WorldLayout
+    num_slots: int
+    save_unfull_chunk: bool
+    min_retrieve_tokens: int
+    block_size: int
+    cache_policy: str
+    arena_dir: str
+    lease_timeout_s: float
+    call_timeout_s: float
+    restart_window_s: float
+
+    def hasher(self) -> ChunkHasher:
+        """The keys of this world's model."""
+        return ChunkHasher(
+            self.model_name,
+            model_revision=self.model_revision,
+            chunk_size=self.layout.chunk_size,
+            keep_partial=self.save_unfull_chunk,
+        )
+
+
+def cluster_prefix(name: str) -> str:
+    """How the names of all actors of a cluster begin, in its Ray namespace. Cluster names have no colon."""
+    return f"lmcache_ray:{name}:"
+
+
+def coordinator_name(name: str) -> str:
+    """The coordinator's actor name."""
+    return f"{cluster_prefix(name)}coordinator"
+
+
+def rank_name(name: str, rank: int) -> str:
+    """A rank's actor name."""
+    return f"{cluster_prefix(name)}rank{rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class TierStatus:
+    """Chunks of one tier by state; together they are its capacity."""
+
+    ready: int
+    writing: int
+    quarantined: int
+    free: int
+    capacity: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankStatus:
+    """One rank. Fields that only a registered rank has are None or 0 before."""
+
+    worker_id: int
+    local_worker_id: int | None
+    local_world_size: int | None
+    node_id: str | None
+    pid: int | None
+    epoch: int
+    alive: bool
+    arena_path: str | None
+    slots_used: int
+    slots_total: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterStatus:
+    """A cache cluster at one moment. `problems` says why the cluster is not whole; empty means healthy."""
+
+    name: str
+    namespace: str
+    epoch: int
+    coordinator_pid: int
+    tiers: dict[str, TierStatus]
+    leases: int
+    clients: int
+    problems: tuple[str, ...]
+    ranks: tuple[RankStatus, ...]
+
+
+def rank_status(rank: int, record: RankRecord, epoch: int, slots_used: int) -> RankStatus:
+    """The public form of what membership knows of a rank."""
+    hello = record.hello
+    return RankStatus(
+        worker_id=rank,
+        local_worker_id=hello.local_worker_id if hello else None,
+        local_world_size=hello.local_world_size if hello else None,
+        node_id=hello.node_id if hello else None,
+        pid=hello.pid if hello else None,
+        epoch=epoch,
+        alive=record.state is RankState.ALIVE,
+        arena_path=hello.arena_path if hello else None,
+        slots_used=slots_used,
+        slots_total=hello.slots_total if hello else 0,
+    )

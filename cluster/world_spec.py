@@ -1,0 +1,111 @@
+"""From the arguments of `CacheCluster.start` to the world that all its processes agree on."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from lmcache_ray.build import num_slots_of, resolve
+from lmcache_ray.config import LMCacheEngineConfig
+from lmcache_ray.errors import ConfigError
+from lmcache_ray.layout import Placement, RankLayout, ShardSpec, WorldLayout
+from lmcache_ray.metadata import LMCacheMetadata
+from lmcache_ray.shape_spec import LayerGroupSpec, calculate_composite_kv_cache_shape, get_composite_kv_dtype
+
+from .kv_source import KVSpec
+from .world import WorldSpec
+
+if TYPE_CHECKING:
+    from .kv_source import KVSource
+
+_DEFAULT_NUM_BLOCKS = 256
+
+
+def world_spec(
+    config: LMCacheEngineConfig,
+    *,
+    model_name: str,
+    layer_groups: Sequence[LayerGroupSpec] | None,
+    kv_shape: Sequence[int] | None,
+    kv_dtype: torch.dtype | None,
+    rank_layouts: Sequence[Sequence[ShardSpec]] | None,
+    world_size: int,
+    use_mla: bool,
+    name: str | None,
+    namespace: str | None,
+) -> WorldSpec:
+    """Raises `ConfigError`, `MetadataError`, `ShapeSpecError` or `LayoutError` for arguments that cannot be meant."""
+    if rank_layouts is not None:
+        layout = _given_layout(config, rank_layouts, world_size, use_mla)
+    else:
+        layout = _uniform_layout(config, model_name, layer_groups, kv_shape, kv_dtype, world_size, use_mla)
+    named = config.copy()
+    named.update({"cluster_name": name or config.cluster_name, "cluster_namespace": namespace or config.cluster_namespace})
+    return WorldSpec(
+        namespace=named.cluster_namespace,
+        name=named.cluster_name,
+        model_name=model_name,
+        model_revision=config.model_revision,
+        layout=layout,
+        num_slots=num_slots_of(config, layout),
+        save_unfull_chunk=config.save_unfull_chunk,
+        min_retrieve_tokens=config.min_retrieve_tokens,
+        block_size=config.block_size,
+        cache_policy=config.cache_policy,
+        arena_dir=config.arena_dir,
+        lease_timeout_s=config.lease_timeout_s,
+        call_timeout_s=config.call_timeout_s,
+        restart_window_s=config.restart_window_s,
+    )
+
+
+def kv_spec(
+    config: LMCacheEngineConfig,
+    layer_groups: Sequence[LayerGroupSpec] | None,
+    kv_source: "str | KVSource | None",
+    num_blocks: int | None,
+) -> KVSpec:
+    """The ranks' paged KV: `num_blocks` as given, else that of the first layer group, else 256."""
+    if num_blocks is None:
+        shape = layer_groups[0].shape if layer_groups else ()
+        num_blocks = shape[-3] if len(shape) in (3, 5) else _DEFAULT_NUM_BLOCKS
+        num_blocks = shape[1] if len(shape) == 3 else num_blocks
+    if isinstance(num_blocks, bool) or not isinstance(num_blocks, int) or num_blocks < 1:
+        raise ConfigError(f"num_blocks must be a whole number, at least 1; got {num_blocks!r}")
+    return KVSpec(kv_source, num_blocks, config.block_size)
+
+
+def _given_layout(
+    config: LMCacheEngineConfig, rank_layouts: Sequence[Sequence[ShardSpec]], world_size: int, use_mla: bool
+) -> WorldLayout:
+    if len(rank_layouts) != world_size:
+        raise ConfigError(f"rank_layouts describes {len(rank_layouts)} ranks; world_size is {world_size}")
+    placement = Placement.FIRST_RANK if use_mla else Placement.PER_RANK
+    return WorldLayout(tuple(RankLayout(config.chunk_size, tuple(specs)) for specs in rank_layouts), placement)
+
+
+def _uniform_layout(
+    config: LMCacheEngineConfig,
+    model_name: str,
+    layer_groups: Sequence[LayerGroupSpec] | None,
+    kv_shape: Sequence[int] | None,
+    kv_dtype: torch.dtype | None,
+    world_size: int,
+    use_mla: bool,
+) -> WorldLayout:
+    if (kv_shape is None) != (kv_dtype is None):
+        raise ConfigError("kv_shape and kv_dtype describe the KV together: give both or neither")
+    if kv_shape is None and layer_groups is None:
+        raise ConfigError("the KV is not described: give layer_groups, kv_shape with kv_dtype, or rank_layouts")
+    if layer_groups is not None:
+        kv_shape = calculate_composite_kv_cache_shape(layer_groups) if kv_shape is None else kv_shape
+        kv_dtype = get_composite_kv_dtype(layer_groups) if kv_dtype is None else kv_dtype
+    metadata = LMCacheMetadata(
+        model_name=model_name,
+        world_size=world_size,
+        worker_id=0,
+        kv_dtype=kv_dtype,
+        kv_shape=kv_shape,
+        use_mla=use_mla,
+    )
+    return resolve(config, metadata, layer_groups)[1]

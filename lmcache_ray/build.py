@@ -1,0 +1,241 @@
+"""The composition root: turns configuration and metadata into engines. The only reader of the whole configuration.
+
+`build_engine` makes one rank with an index of its own, `build_world` all ranks of a world in this process around one
+shared index. Ranks that live in Ray actors are put together in the cluster package from the same parts.
+"""
+
+import logging
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lmcache_ray.arena.arena import Arena
+from lmcache_ray.arena.capacity import check_capacity, num_slots_for
+from lmcache_ray.arena.spec import ArenaGeometry, ArenaSpec
+from lmcache_ray.broadcast.callables import BroadcastFn, BroadcastObjectFn, CallableBroadcaster
+from lmcache_ray.broadcast.inprocess import InProcessGroup
+from lmcache_ray.config import LMCacheEngineConfig
+from lmcache_ray.connector.base import KVConnector
+from lmcache_ray.engine import EngineParts, LMCacheEngine
+from lmcache_ray.errors import ConfigError
+from lmcache_ray.first_rank import FIRST_RANK, ArenaChannel, FirstRankChannel, TensorChannel
+from lmcache_ray.index.cache_index import CacheIndex
+from lmcache_ray.index.plans import ChunkRef
+from lmcache_ray.index.policy import make_policy
+from lmcache_ray.index_service import IndexService, LeaseNames, LocalIndex
+from lmcache_ray.keys import ChunkHasher
+from lmcache_ray.layout import Placement, WorldLayout, uniform_world
+from lmcache_ray.metadata import LMCacheMetadata
+from lmcache_ray.shape_spec import (
+    LayerGroupSpec,
+    calculate_composite_kv_cache_shape,
+    get_composite_kv_dtype,
+    layer_groups_manager,
+    shard_specs,
+    shard_specs_of,
+)
+from lmcache_ray.shard import EngineShard
+
+logger = logging.getLogger(__name__)
+
+_GIB = 2**30
+_INDEX_EPOCH = 1  # an in-process index lives and dies with its arenas
+
+
+def build_engine(
+    config: LMCacheEngineConfig,
+    metadata: LMCacheMetadata,
+    *,
+    layer_groups: Sequence[LayerGroupSpec] | None = None,
+    connector: KVConnector | None = None,
+    broadcast_fn: BroadcastFn | None = None,
+    broadcast_object_fn: BroadcastObjectFn | None = None,
+) -> LMCacheEngine:
+    """The engine of rank ``metadata.worker_id``, with an index and an arena that are its own.
+
+    `config.chunk_size` wins over the metadata's, and `layer_groups` (of one rank) over its `kv_shape`. In an MLA world
+    of several ranks the other ranks get their KV from rank 0 by the two broadcast functions (LMCache's), which every
+    rank then needs. Raises `ConfigError`, `ShapeSpecError`, `MetadataError` or `CapacityError`.
+    """
+    metadata, layout = resolve(config, metadata, layer_groups)
+    rank = metadata.worker_id
+    own = (rank,) if layout.placement is Placement.PER_RANK or rank == FIRST_RANK else ()
+    world = _InProcessWorld(config, layout, holders=own)
+    return world.engine(metadata, _callable_channel(metadata, layout, world, broadcast_fn, broadcast_object_fn), connector)
+
+
+def build_world(
+    config: LMCacheEngineConfig,
+    metadata: LMCacheMetadata,
+    *,
+    layer_groups: Sequence[LayerGroupSpec] | None = None,
+) -> list[LMCacheEngine]:
+    """One engine for each of ``metadata.world_size`` ranks, around one index and one in-process broadcaster.
+
+    Every rank's engine is meant to be called from a thread of its own: in an MLA world `retrieve` meets the others.
+    """
+    metadata, layout = resolve(config, metadata, layer_groups)
+    world = _InProcessWorld(config, layout, holders=layout.holders)
+    group = InProcessGroup(layout.world_size, config.call_timeout_s)
+    engines = []
+    for rank in range(layout.world_size):
+        channel: FirstRankChannel | None = None
+        if layout.placement is Placement.FIRST_RANK and layout.world_size > 1:
+            channel = ArenaChannel(group.broadcaster(rank), world.shards[FIRST_RANK].slots)
+        own = replace(metadata, worker_id=rank, local_worker_id=rank, local_world_size=layout.world_size)
+        engines.append(world.engine(own, channel, None))
+    return engines
+
+
+def resolve(
+    config: LMCacheEngineConfig, metadata: LMCacheMetadata, layer_groups: Sequence[LayerGroupSpec] | None
+) -> tuple[LMCacheMetadata, WorldLayout]:
+    """The metadata with the effective chunk size and layer groups, and the layout of all ranks that follows."""
+    metadata = replace(metadata, chunk_size=config.chunk_size)
+    if layer_groups is not None:
+        _warn_if_overridden(metadata, layer_groups)
+        groups = shard_specs(layer_groups, use_mla=metadata.use_mla)
+        manager = layer_groups_manager(layer_groups, use_mla=metadata.use_mla, block_size=config.block_size)
+        metadata = replace(metadata, kv_layer_groups_manager=manager)
+    else:
+        groups = shard_specs_of(metadata)
+    layout = uniform_world(
+        groups, chunk_size=config.chunk_size, world_size=metadata.world_size, placement=metadata.placement
+    )
+    return metadata, layout
+
+
+def num_slots_of(config: LMCacheEngineConfig, layout: WorldLayout) -> int:
+    """Slots of every arena: the smallest number over the ranks that hold chunks.
+
+    Raises `CapacityError` if one chunk is larger than a whole arena.
+    """
+    if config.capacity_chunks is not None:
+        return config.capacity_chunks
+    budget = int(config.max_local_cpu_size * _GIB)
+    return min(num_slots_for(budget, layout.ranks[rank].slot_nbytes) for rank in layout.holders)
+
+
+def arena_spec(layout: WorldLayout, rank: int, *, num_slots: int, namespace: str, name: str) -> ArenaSpec:
+    """What the arena of `rank` is."""
+    geometry = ArenaGeometry(num_slots, layout.ranks[rank].slot_nbytes)
+    return ArenaSpec(namespace, name, rank, layout.world_size, layout.fingerprint, geometry)
+
+
+class _InProcessWorld:
+    """Index and arenas of the `holders` among a layout's ranks, all in this process.
+
+    The arenas have no name in the file system from the start: no other process needs to map them, and so nothing can
+    be left behind however this one ends.
+    """
+
+    def __init__(self, config: LMCacheEngineConfig, layout: WorldLayout, holders: Sequence[int]) -> None:
+        self._config = config
+        self._layout = layout
+        num_slots = num_slots_of(config, layout)
+        specs = {
+            rank: arena_spec(
+                layout,
+                rank,
+                num_slots=num_slots,
+                namespace=config.cluster_namespace,
+                name=f"inprocess-{uuid.uuid4().hex}",
+            )
+            for rank in holders
+        }
+        check_capacity({rank: spec.geometry.file_nbytes for rank, spec in specs.items()}, config.arena_dir)
+        self._arenas: dict[int, Arena] = {}
+        try:
+            for rank, spec in specs.items():
+                self._arenas[rank] = Arena.create(spec, config.arena_dir, node_id="", now=time.time())
+                self._arenas[rank].unpublish()
+        except BaseException:
+            for arena in self._arenas.values():
+                arena.close()
+            raise
+        self.shards = {rank: EngineShard(arena.slots) for rank, arena in self._arenas.items()}
+        index = CacheIndex(
+            num_slots,
+            tuple(holders) or (FIRST_RANK,),
+            make_policy(config.cache_policy),
+            epoch=_INDEX_EPOCH,
+            store_timeout_s=config.call_timeout_s,
+            lease_timeout_s=config.lease_timeout_s,
+        )
+        self._service = IndexService(index, clock=time.monotonic, free_slots=self._free_slots)
+
+    def engine(
+        self, metadata: LMCacheMetadata, channel: FirstRankChannel | None, connector: KVConnector | None
+    ) -> LMCacheEngine:
+        """The engine of one rank of this world."""
+        client = f"rank{metadata.worker_id}"
+        arena = self._arenas.get(metadata.worker_id)
+        return LMCacheEngine(
+            EngineParts(
+                metadata=metadata,
+                layout=self._layout,
+                hasher=hasher_of(self._config, metadata.model_name),
+                index=LocalIndex(self._service, client),
+                shard=self.shards.get(metadata.worker_id),
+                channel=channel,
+                lease_names=LeaseNames(client),
+                connector=connector,
+                min_retrieve_tokens=self._config.min_retrieve_tokens,
+                on_close=arena.close if arena is not None else _nothing_to_close,
+            )
+        )
+
+    def _free_slots(self, rank: int, refs: Sequence[ChunkRef]) -> bool:
+        self.shards[rank].free(refs)
+        return True
+
+
+def hasher_of(config: LMCacheEngineConfig, model_name: str) -> ChunkHasher:
+    """The keys of one model under this configuration."""
+    return ChunkHasher(
+        model_name,
+        model_revision=config.model_revision,
+        chunk_size=config.chunk_size,
+        keep_partial=config.save_unfull_chunk,
+    )
+
+
+def _callable_channel(
+    metadata: LMCacheMetadata,
+    layout: WorldLayout,
+    world: _InProcessWorld,
+    broadcast_fn: BroadcastFn | None,
+    broadcast_object_fn: BroadcastObjectFn | None,
+) -> FirstRankChannel | None:
+    if (broadcast_fn is None) != (broadcast_object_fn is None):
+        raise ConfigError("broadcast_fn and broadcast_object_fn go together: give both or neither")
+    if layout.placement is Placement.PER_RANK or layout.world_size == 1:
+        return None
+    if broadcast_fn is None or broadcast_object_fn is None:
+        raise ConfigError(
+            f"rank {metadata.worker_id} of an MLA world of {layout.world_size} ranks, built alone, needs broadcast_fn "
+            "and broadcast_object_fn: rank 0's KV reaches the others by them (or build the whole world: build_world)"
+        )
+    broadcaster = CallableBroadcaster(metadata.worker_id, layout.world_size, broadcast_fn, broadcast_object_fn)
+    shard = world.shards.get(metadata.worker_id)
+    return TensorChannel(broadcaster, shard.slots if shard else None, layout.ranks[metadata.worker_id].slot_nbytes)
+
+
+def _warn_if_overridden(metadata: LMCacheMetadata, layer_groups: Sequence[LayerGroupSpec]) -> None:
+    """Layer groups win over `kv_shape` and `kv_dtype`; say so when the two disagree."""
+    shape, dtype = calculate_composite_kv_cache_shape(layer_groups), get_composite_kv_dtype(layer_groups)
+    legacy = metadata.kv_shape
+    # The third value of either shape sizes nothing (blocks in one, a chunk in the other): it cannot disagree.
+    if (legacy[0:2], legacy[3:5], metadata.kv_dtype) != (shape[0:2], shape[3:5], dtype):
+        logger.warning(
+            "layer groups %s of %s are used; the metadata's kv_shape %s of %s disagrees and is ignored",
+            shape,
+            dtype,
+            tuple(legacy),
+            metadata.kv_dtype,
+        )
+
+
+def _nothing_to_close() -> None:
+    """A rank that holds no chunks has no arena to give back."""

@@ -1,0 +1,351 @@
+"""`LMCacheEngine`: store, retrieve and lookup of one rank, over an index, a shard and a channel from the first rank.
+
+The engine is the thin shell around three decisions made elsewhere: `prompt.py` cuts the prompt and names its chunks,
+the index says which chunks go where, and `shard.py` moves the bytes. It runs the same in one process and inside a
+rank's actor; only the parts it is built from differ (`build.py`).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from lmcache_ray.chunking import Mask, masked_start
+from lmcache_ray.clearing import ClearResult, names_cpu_tier
+from lmcache_ray.connector.base import KVConnector, SlotMapping, checked_slot_mapping
+from lmcache_ray.connector.paged import KVCaches, PagedConnector
+from lmcache_ray.errors import (
+    BroadcastAborted,
+    BroadcastError,
+    ClosedError,
+    DeadlineError,
+    InvalidRequestError,
+    LMCacheRayError,
+)
+from lmcache_ray.first_rank import FirstRankChannel, SharedLoad, matches
+from lmcache_ray.index.plans import ChunkRef
+from lmcache_ray.index_service import IndexClient, LeaseNames
+from lmcache_ray.keys import ChunkHasher
+from lmcache_ray.layout import Placement, WorldLayout
+from lmcache_ray.metadata import LMCacheMetadata
+from lmcache_ray.prompt import Prompt, RequestConfigs, loadable_tokens, read_prompt
+from lmcache_ray.shard import NO_SOURCE, ArenaSource, ChunkSource, EngineShard, leading, read_chunks
+from lmcache_ray.tokens import TokenSequence, token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """What an engine is made of. `shard` is None on a rank that holds no chunks, `channel` None where none is needed.
+
+    `connector`, when given, is used by calls that name no `kvcaches`; `on_close` gives back what was built for this
+    engine alone.
+    """
+
+    metadata: LMCacheMetadata
+    layout: WorldLayout
+    hasher: ChunkHasher
+    index: IndexClient
+    shard: EngineShard | None
+    channel: FirstRankChannel | None
+    lease_names: LeaseNames
+    connector: KVConnector | None = None
+    min_retrieve_tokens: int = 0
+    on_close: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """The checked arguments of one retrieve: `rows` is the KV row of each token, `start` the first wanted token."""
+
+    prompt: Prompt
+    start: int
+    rows: np.ndarray
+    connector: KVConnector
+
+
+@dataclass(frozen=True, slots=True)
+class _PinnedLoad:
+    """What to read and from where; readable until `lease_ids` are released."""
+
+    refs: tuple[ChunkRef, ...]
+    source: ChunkSource
+    lease_ids: tuple[str, ...]
+
+
+class LMCacheEngine:
+    """The cache of one rank. Thread-safe; every method raises `ClosedError` after `close`."""
+
+    def __init__(self, parts: EngineParts) -> None:
+        self._parts = parts
+        self._layout = parts.layout.ranks[parts.metadata.worker_id]
+        self._closed = False
+
+    @property
+    def metadata(self) -> LMCacheMetadata:
+        """The metadata this rank was built from."""
+        return self._parts.metadata
+
+    @property
+    def chunk_size(self) -> int:
+        """Tokens of one chunk."""
+        return self._layout.chunk_size
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "open"
+        return f"<{type(self).__name__} rank {self.metadata.worker_id} of {self.metadata.world_size}, {state}>"
+
+    def store(
+        self,
+        tokens: TokenSequence | None = None,
+        hashes: Sequence[bytes] | None = None,
+        offsets: Sequence[int] | None = None,
+        mask: Mask | None = None,
+        *,
+        kvcaches: KVCaches | None = None,
+        slot_mapping: SlotMapping,
+        req_id: str | None = None,
+        request_configs: RequestConfigs | None = None,
+    ) -> int:
+        """Copy the prompt's chunks that nobody has yet out of `kvcaches`.
+
+        `mask` (bool ``[num_tokens]``, False then True) leaves out leading chunks: their number of tokens must be a
+        multiple of `chunk_size`, and they must be cached already, else nothing is stored. Returns the leading tokens
+        that are READY (held by every rank) at return, those cached before included. Raises `InvalidRequestError` or
+        `LayoutError` for arguments that cannot be meant.
+        """
+        self._check_open()
+        prompt = self._read(tokens, hashes, offsets, request_configs)
+        start = masked_start(mask, prompt.num_tokens, self.chunk_size, aligned=True)
+        connector = self._connect(kvcaches)
+        rows = checked_slot_mapping(slot_mapping, num_tokens=prompt.num_tokens, num_slots=connector.num_slots)
+        plan = self._parts.index.prepare_store(
+            prompt.keys, start=start // self.chunk_size, rank=self.metadata.worker_id
+        )
+        if not plan.refs or self._parts.shard is None:
+            return prompt.tokens_in(plan.num_ready)
+        done = [False] * len(plan.refs)
+        try:
+            done = self._parts.shard.store(plan.refs, prompt.rows(rows, plan.positions), connector)
+        finally:
+            num_ready = self._parts.index.complete_store(plan, prompt.keys, {self.metadata.worker_id: done})
+        return prompt.tokens_in(num_ready)
+
+    def retrieve(
+        self,
+        tokens: TokenSequence,
+        mask: Mask | None = None,
+        *,
+        kvcaches: KVCaches | None = None,
+        slot_mapping: SlotMapping,
+        req_id: str | None = None,
+        request_configs: RequestConfigs | None = None,
+    ) -> torch.Tensor:
+        """Copy the cached prefix into `kvcaches`, from the first True of `mask` on (anywhere, not only on chunks).
+
+        Returns bool ``[num_tokens]`` on the CPU: True where the row now holds the cached KV. Rows of tokens below the
+        start are never written; rows beyond the last True may hold anything. In a first-rank world every rank must
+        call this for the same prompts in the same order; a failure at rank 0 is a miss on the others.
+        """
+        self._check_open()
+        arguments = (tokens, mask, kvcaches, slot_mapping, request_configs)
+        if self._is_receiver:
+            return self._retrieve_received(*arguments)
+        with self._failure_told():
+            call = self._read_call(*arguments)
+            load = self._pin(call)
+        return self._deliver(call, load)
+
+    def lookup(
+        self,
+        tokens: TokenSequence | None = None,
+        hashes: Sequence[bytes] | None = None,
+        offsets: Sequence[int] | None = None,
+        search_range: Sequence[str] | None = None,
+        lookup_id: str | None = None,
+        pin: bool = False,
+        request_configs: RequestConfigs | None = None,
+    ) -> int:
+        """Leading tokens that every rank could retrieve now.
+
+        With ``pin=True`` and a `lookup_id` they stay retrievable until `lookup_unpin` or the lease's expiry; asking
+        again under the same id renews the lease for what is found then. `search_range` names the tiers to look in.
+        """
+        self._check_open()
+        prompt = self._read(tokens, hashes, offsets, request_configs)
+        lease_id = lookup_lease(lookup_id, pin)
+        if not prompt.keys or not names_cpu_tier(search_range, argument="search_range"):
+            return 0
+        return prompt.tokens_in(self._parts.index.lookup(prompt.keys, lease_id))
+
+    def lookup_unpin(self, lookup_id: str) -> None:
+        """End the lease of a pinned lookup; an unknown or ended one is ignored."""
+        self._check_open()
+        self._parts.index.release([LeaseNames.for_lookup(lookup_id)])
+
+    def loadable(self, tokens: TokenSequence, num_computed: int) -> int:
+        """Tokens that may still be loaded when `num_computed` leading ones are there: never the whole prompt."""
+        num_tokens = len(token_ids(tokens))
+        return loadable_tokens(self.lookup(tokens), num_tokens, num_computed)
+
+    def clear(
+        self,
+        tokens: TokenSequence | None = None,
+        locations: Sequence[str] | None = None,
+        request_configs: RequestConfigs | None = None,
+    ) -> ClearResult:
+        """Forget the prompt's chunks, or everything without `tokens`, on every rank; leased chunks are kept."""
+        self._check_open()
+        keys = None if tokens is None else self._read(tokens, None, None, request_configs).keys
+        if tokens is None and request_configs:
+            raise InvalidRequestError("request_configs say whose chunks of `tokens` to clear; no tokens were given")
+        if not names_cpu_tier(locations, argument="locations"):
+            return ClearResult.nothing(self._parts.layout)
+        return ClearResult.of_memory(self._parts.index.clear(keys), self._parts.layout)
+
+    def is_healthy(self) -> bool:
+        """True while the engine can store and retrieve."""
+        return not self._closed
+
+    def close(self) -> None:
+        """Give the arena back. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._parts.on_close()
+
+    # -- how a retrieve goes ------------------------------------------------------------------------------------
+
+    @property
+    def _is_receiver(self) -> bool:
+        return self._parts.layout.placement is Placement.FIRST_RANK and not self.metadata.is_first_rank()
+
+    @contextmanager
+    def _failure_told(self) -> Iterator[None]:
+        """On rank 0 of a first-rank world: whatever fails here is a miss on the other ranks, at once."""
+        try:
+            yield
+        except BaseException as error:
+            if self._parts.channel is not None:
+                with suppress(LMCacheRayError):  # what went wrong first is what the caller must see
+                    self._parts.channel.fail(f"{type(error).__name__}: {error}")
+            raise
+
+    def _pin(self, call: _Call) -> _PinnedLoad:
+        """On a holder: pin what is to be read; on rank 0 of a first-rank world also send it to the others."""
+        channel, parts = self._parts.channel, self._parts
+        assert parts.shard is not None, "a rank that retrieves for itself holds chunks"
+        num_leases = self.metadata.world_size if channel is not None else 1
+        lease_ids = tuple(parts.lease_names.for_load() for _ in range(num_leases))
+        plan = parts.index.prepare_load(call.prompt.keys, start=call.start // self.chunk_size, lease_ids=lease_ids)
+        if channel is not None:
+            try:
+                channel.send(SharedLoad(plan.start, plan.refs, lease_ids))
+            except BroadcastError:  # the others know already that nothing comes: a miss there, not here
+                parts.index.release(lease_ids[1:])
+            except BaseException:
+                parts.index.release(lease_ids)
+                raise
+        return _PinnedLoad(plan.refs, ArenaSource(parts.shard.slots), lease_ids[:1])
+
+    def _retrieve_received(
+        self,
+        tokens: TokenSequence,
+        mask: Mask | None,
+        kvcaches: KVCaches | None,
+        slot_mapping: SlotMapping,
+        request_configs: RequestConfigs | None,
+    ) -> torch.Tensor:
+        """On another rank of a first-rank world: read what rank 0 says, if it is what was asked here.
+
+        The plan is awaited before the arguments are looked at, so that a call with wrong ones uses the channel once
+        like any other and the ranks stay in step.
+        """
+        assert self._parts.channel is not None, "a receiver is built with a channel"
+        load = _PinnedLoad((), NO_SOURCE, ())
+        shared = None
+        try:
+            received = self._parts.channel.receive()
+            shared = received.load
+            load = _PinnedLoad(shared.refs, received.source, shared.lease_ids[self.metadata.worker_id :][:1])
+        except (BroadcastAborted, DeadlineError):
+            pass  # rank 0 failed, died or stayed silent: a miss
+        try:
+            call = self._read_call(tokens, mask, kvcaches, slot_mapping, request_configs)
+        except BaseException:
+            self._release(load)
+            raise
+        if shared is None or not matches(shared, call.prompt.keys, call.start // self.chunk_size):
+            if shared is not None:
+                self._parts.channel.out_of_step(f"rank {self.metadata.worker_id} was sent another prompt's load")
+            self._release(load)
+            return torch.zeros(call.prompt.num_tokens, dtype=torch.bool)
+        return self._deliver(call, load)
+
+    def _deliver(self, call: _Call, load: _PinnedLoad) -> torch.Tensor:
+        """Scatter the pinned chunks and end the lease; the mask has True where the bytes were intact to the end."""
+        try:
+            delivered = torch.zeros(call.prompt.num_tokens, dtype=torch.bool)
+            first = call.start // self.chunk_size
+            end = call.prompt.tokens_in(first + len(load.refs)) if load.refs else 0
+            if end <= call.start or end - call.start < self._parts.min_retrieve_tokens:
+                return delivered
+            rows = call.prompt.rows(call.rows, range(first, first + len(load.refs)), start=call.start)
+            first_row = call.start - call.prompt.spans[first][0]
+            num_loaded = leading(read_chunks(load.source, load.refs, rows, call.connector, first_row=first_row))
+            delivered[call.start : max(call.start, call.prompt.tokens_in(first + num_loaded))] = True
+            return delivered
+        finally:
+            self._release(load)
+
+    def _release(self, load: _PinnedLoad) -> None:
+        if load.refs:
+            self._parts.index.release(load.lease_ids)
+
+    # -- arguments ----------------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"engine of rank {self.metadata.worker_id} is closed")
+
+    def _read_call(
+        self,
+        tokens: TokenSequence,
+        mask: Mask | None,
+        kvcaches: KVCaches | None,
+        slot_mapping: SlotMapping,
+        request_configs: RequestConfigs | None,
+    ) -> _Call:
+        prompt = self._read(tokens, None, None, request_configs)
+        start = masked_start(mask, prompt.num_tokens, self.chunk_size, aligned=False)
+        connector = self._connect(kvcaches)
+        rows = checked_slot_mapping(slot_mapping, num_tokens=prompt.num_tokens, num_slots=connector.num_slots)
+        return _Call(prompt, start, rows, connector)
+
+    def _read(
+        self,
+        tokens: TokenSequence | None,
+        hashes: Sequence[bytes] | None,
+        offsets: Sequence[int] | None,
+        request_configs: RequestConfigs | None,
+    ) -> Prompt:
+        return read_prompt(
+            self._parts.hasher, tokens, hashes=hashes, offsets=offsets, request_configs=request_configs
+        )
+
+    def _connect(self, kvcaches: KVCaches | None) -> KVConnector:
+        if kvcaches is not None:
+            return PagedConnector(self._layout, kvcaches)
+        if self._parts.connector is None:
+            raise InvalidRequestError("kvcaches is missing: one tensor per layer is needed")
+        return self._parts.connector
+
+
+def lookup_lease(lookup_id: str | None, pin: bool) -> str | None:
+    """The lease that a lookup takes, if it pins; `InvalidRequestError` if it pins without saying for whom."""
+    if not pin:
+        return None
+    if not isinstance(lookup_id, str) or not lookup_id:
+        raise InvalidRequestError(f"lookup(pin=True) needs a lookup_id, a non-empty text; got {lookup_id!r}")
+    return LeaseNames.for_lookup(lookup_id)
+

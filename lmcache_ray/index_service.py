@@ -1,0 +1,176 @@
+"""The one index of a world, made safe to share: a lock and a clock around the pure `CacheIndex`.
+
+Engines speak to it through the `IndexClient` protocol. In process that is `LocalIndex`, here; in a cluster the
+coordinator actor owns the `IndexService` and the ranks hold a client that calls it.
+"""
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from lmcache_ray.index.cache_index import CacheIndex
+from lmcache_ray.index.plans import ChunkRef, LoadPlan, StorePlan
+
+Acks = Mapping[int, Sequence[bool]]
+"""Per rank, one flag for each chunk of a plan: True if that rank has committed it."""
+
+FreeSlots = Callable[[int, Sequence[ChunkRef]], bool]
+"""``free_slots(rank, refs)`` frees the slots on that rank; False if the rank could not be reached."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClearCounts:
+    """What one clear did in memory: chunks removed and kept because leased, and the ranks that did not answer."""
+
+    num_removed: int
+    num_kept: int
+    pending_ranks: tuple[int, ...] = ()
+
+
+class IndexClient(Protocol):
+    """What an engine needs of the world's index. Keys are 32-byte digests of a prompt's chunks, in order."""
+
+    def lookup(self, keys: Sequence[bytes], lease_id: str | None) -> int:
+        """Leading READY chunks; with `lease_id` they stay readable until that lease is released or expires."""
+        ...
+
+    def prepare_store(self, keys: Sequence[bytes], *, start: int, rank: int | None) -> StorePlan:
+        """Reserve slots for the chunks from `start` on that nobody has or writes; see `CacheIndex.prepare_store`."""
+        ...
+
+    def complete_store(self, plan: StorePlan, keys: Sequence[bytes], acks: Acks) -> int:
+        """Report what was written; answers the number of leading READY chunks of `keys`."""
+        ...
+
+    def prepare_load(self, keys: Sequence[bytes], *, start: int, lease_ids: Sequence[str]) -> LoadPlan:
+        """Pin the leading READY chunks from `start` on, once under each of `lease_ids`, and say where they lie."""
+        ...
+
+    def release(self, lease_ids: Sequence[str]) -> None:
+        """End leases. Unknown and ended ones are ignored."""
+        ...
+
+    def clear(self, keys: Sequence[bytes] | None) -> ClearCounts:
+        """Forget these chunks, or all with None, except leased ones."""
+        ...
+
+
+class IndexService:
+    """Thread-safe door to a `CacheIndex`. Every call first ends what is overdue on `clock` (seconds, monotonic)."""
+
+    def __init__(self, index: CacheIndex, *, clock: Callable[[], float], free_slots: FreeSlots) -> None:
+        self._index = index
+        self._clock = clock
+        self._free_slots = free_slots
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def at_now(self) -> Iterator[tuple[CacheIndex, float]]:
+        """The index under its lock, overdue leases and plans ended, and the present time."""
+        with self._lock:
+            now = self._clock()
+            self._index.expire(now)
+            yield self._index, now
+
+    def lookup(self, keys: Sequence[bytes], *, client: str, lease_id: str | None) -> int:
+        """Leading READY chunks, pinned under `lease_id` if one is given."""
+        with self.at_now() as (index, now):
+            return index.lookup(keys) if lease_id is None else index.pin(keys, lease_id=lease_id, client=client, now=now)
+
+    def prepare_store(self, keys: Sequence[bytes], *, client: str, start: int, rank: int | None) -> StorePlan:
+        """Plan the store of ``keys[start:]``; what must stand before it are cached (or being written) chunks."""
+        with self.at_now() as (index, now):
+            return index.prepare_store(keys, client=client, now=now, start=start, rank=rank)
+
+    def complete_store(self, plan_id: int, keys: Sequence[bytes], acks: Acks) -> int:
+        """Take acknowledgements in; answers the leading READY chunks of `keys`."""
+        with self.at_now() as (index, _):
+            for rank, flags in acks.items():
+                index.complete_store(
+                    plan_id,
+                    rank,
+                    done=[position for position, flag in enumerate(flags) if flag],
+                    failed=[position for position, flag in enumerate(flags) if not flag],
+                )
+            return index.lookup(keys, touch=False)
+
+    def prepare_load(self, keys: Sequence[bytes], *, client: str, start: int, lease_ids: Sequence[str]) -> LoadPlan:
+        """Pin ``keys[start:]`` as far as READY from key 0, once under each of `lease_ids`."""
+        with self.at_now() as (index, now):
+            plans = [
+                index.prepare_load(keys, lease_id=lease_id, client=client, now=now, start=start)
+                for lease_id in lease_ids
+            ]
+            return plans[0]
+
+    def release(self, lease_ids: Sequence[str]) -> None:
+        """End leases; unknown ones are ignored."""
+        with self.at_now() as (index, _):
+            for lease_id in lease_ids:
+                index.release(lease_id)
+
+    def clear(self, keys: Sequence[bytes] | None) -> ClearCounts:
+        """Forget chunks and free their slots on every holder before returning."""
+        with self.at_now() as (index, _):
+            plan = index.prepare_clear(keys)
+            holders = index.holders
+        pending = []
+        for rank in holders if plan.refs else ():
+            if self._free_slots(rank, plan.refs):
+                with self.at_now() as (index, _):
+                    index.complete_clear(plan.plan_id, rank)
+            else:
+                pending.append(rank)
+        return ClearCounts(len(plan.refs), plan.num_kept, tuple(pending))
+
+
+class LocalIndex:
+    """The `IndexClient` of an engine that lives in the same process as the index."""
+
+    def __init__(self, service: IndexService, client: str) -> None:
+        self._service = service
+        self._client = client
+
+    def lookup(self, keys: Sequence[bytes], lease_id: str | None) -> int:
+        """See `IndexClient.lookup`."""
+        return self._service.lookup(keys, client=self._client, lease_id=lease_id)
+
+    def prepare_store(self, keys: Sequence[bytes], *, start: int, rank: int | None) -> StorePlan:
+        """See `IndexClient.prepare_store`."""
+        return self._service.prepare_store(keys, client=self._client, start=start, rank=rank)
+
+    def complete_store(self, plan: StorePlan, keys: Sequence[bytes], acks: Acks) -> int:
+        """See `IndexClient.complete_store`."""
+        return self._service.complete_store(plan.plan_id, keys, acks)
+
+    def prepare_load(self, keys: Sequence[bytes], *, start: int, lease_ids: Sequence[str]) -> LoadPlan:
+        """See `IndexClient.prepare_load`."""
+        return self._service.prepare_load(keys, client=self._client, start=start, lease_ids=lease_ids)
+
+    def release(self, lease_ids: Sequence[str]) -> None:
+        """See `IndexClient.release`."""
+        self._service.release(lease_ids)
+
+    def clear(self, keys: Sequence[bytes] | None) -> ClearCounts:
+        """See `IndexClient.clear`."""
+        return self._service.clear(keys)
+
+
+class LeaseNames:
+    """Lease ids of one client's calls: never the same twice, never those of its users' lookups."""
+
+    def __init__(self, client: str) -> None:
+        self._client = client
+        self._numbers = itertools.count()
+
+    def for_load(self) -> str:
+        """A new id for one load."""
+        return f"load/{self._client}/{next(self._numbers)}"
+
+    @staticmethod
+    def for_lookup(lookup_id: str) -> str:
+        """The id of a lookup that pins, the same for every client: an engine's ranks share the request's lease."""
+        return f"lookup/{lookup_id}"

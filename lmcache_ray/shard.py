@@ -1,0 +1,189 @@
+"""One rank's bytes: carries out what plans say, chunk by chunk, and answers which chunks it did.
+
+A shard decides nothing. It writes a chunk in the order WRITING(g), data, record, COMMITTED(g) and believes what it
+read only if the slot was COMMITTED(g) before and after the last byte (see `arena/slots.py`).
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from lmcache_ray.arena.slots import SlotTable
+from lmcache_ray.connector.base import KVConnector
+from lmcache_ray.errors import ProtocolError
+from lmcache_ray.index.plans import ChunkRef
+
+
+class ChunkSource(Protocol):
+    """Where the bytes of planned chunks are read from."""
+
+    def open(self, position: int, ref: ChunkRef) -> np.ndarray | None:
+        """The bytes ``[slot_nbytes]`` of the plan's chunk number `position`, or None if `ref` is not there (any more).
+
+        They may change under the reader: believe them only if `is_intact` says so after the last byte was read.
+        """
+        ...
+
+    def is_intact(self, ref: ChunkRef) -> bool:
+        """True if the bytes that `open` gave are still those of `ref`."""
+        ...
+
+
+class ArenaSource:
+    """Reads chunks out of an arena: the rank's own, or one mapped from another process of the same node."""
+
+    def __init__(self, slots: SlotTable) -> None:
+        self._slots = slots
+
+    def open(self, position: int, ref: ChunkRef) -> np.ndarray | None:
+        """A view of the slot, if it holds `ref`."""
+        return self._slots.data(ref.slot) if self._slots.holds(ref.slot, ref.generation, ref.key) else None
+
+    def is_intact(self, ref: ChunkRef) -> bool:
+        """True while the slot is COMMITTED with the generation of `ref`."""
+        return self._slots.is_committed(ref.slot, ref.generation)
+
+
+class PayloadSource:
+    """Reads chunks out of bytes that were copied from a slot and checked there: uint8 ``[num_chunks, slot_nbytes]``.
+
+    `present[i]` is False where the sender did not find chunk i intact.
+    """
+
+    def __init__(self, payload: np.ndarray, present: Sequence[bool]) -> None:
+        self._payload = payload
+        self._present = present
+
+    def open(self, position: int, ref: ChunkRef) -> np.ndarray | None:
+        """The payload's row, if the sender vouched for it."""
+        return self._payload[position] if self._present[position] else None
+
+    def is_intact(self, ref: ChunkRef) -> bool:
+        """Always: a payload is this reader's own copy."""
+        return True
+
+
+NO_SOURCE: ChunkSource = PayloadSource(np.empty((0, 0), dtype=np.uint8), ())
+"""The source of a load that has no chunks."""
+
+
+class EngineShard:
+    """The writing side of one rank's arena. Thread-safe, as long as plans give each slot to one writer at a time.
+
+    It knows which generations are being written at this moment, so that a slot is not given away under a writer.
+    """
+
+    def __init__(self, slots: SlotTable) -> None:
+        self._slots = slots
+        self._lock = threading.Lock()
+        self._in_progress: set[int] = set()
+
+    @property
+    def slots(self) -> SlotTable:
+        """The arena's slots."""
+        return self._slots
+
+    def store(
+        self, refs: Sequence[ChunkRef], rows: Sequence[np.ndarray], connector: KVConnector
+    ) -> list[bool]:
+        """Copy each chunk's KV rows into its slot and commit it; answers per chunk whether that was done.
+
+        False: the slot refused the generation as stale, so the plan is out of date. Any other failure aborts the
+        slot that was being written and is raised.
+        """
+
+        def gather(position: int, data: np.ndarray) -> int:
+            connector.gather(data, rows[position])
+            return len(rows[position])
+
+        return self._write(refs, gather)
+
+    def take_in(self, refs: Sequence[ChunkRef], payload: np.ndarray, num_tokens: Sequence[int]) -> list[bool]:
+        """Write chunks given as bytes, uint8 ``[len(refs), slot_nbytes]``; answers as `store` does."""
+
+        def copy(position: int, data: np.ndarray) -> int:
+            data[:] = payload[position]
+            return num_tokens[position]
+
+        return self._write(refs, copy)
+
+    def settle(self, refs: Sequence[ChunkRef]) -> bool:
+        """Make sure that none of `refs` is or ever will be written here; False while one is being written."""
+        with self._lock:
+            if not self._in_progress.isdisjoint(ref.generation for ref in refs):
+                return False
+            for ref in refs:
+                if not self._slots.abort(ref.slot, ref.generation):
+                    self._slots.free(ref.slot, ref.generation)
+            return True
+
+    def free(self, refs: Sequence[ChunkRef]) -> None:
+        """Drop these chunks; those that are not there any more are left alone."""
+        for ref in refs:
+            self._slots.free(ref.slot, ref.generation)
+
+    def _write(self, refs: Sequence[ChunkRef], fill: Callable[[int, np.ndarray], int]) -> list[bool]:
+        """`fill(position, data)` writes one chunk's bytes and answers its number of tokens."""
+        generations = [ref.generation for ref in refs]
+        with self._lock:
+            self._in_progress.update(generations)
+        try:
+            return [self._write_one(position, ref, fill) for position, ref in enumerate(refs)]
+        finally:
+            with self._lock:
+                self._in_progress.difference_update(generations)
+
+    def _write_one(self, position: int, ref: ChunkRef, fill: Callable[[int, np.ndarray], int]) -> bool:
+        slots = self._slots
+        try:
+            slots.begin_write(ref.slot, ref.generation)
+        except ProtocolError:
+            return False
+        try:
+            num_tokens = fill(position, slots.data(ref.slot))
+        except BaseException:
+            slots.abort(ref.slot, ref.generation)
+            raise
+        slots.commit(ref.slot, ref.generation, ref.key, num_tokens)
+        return True
+
+
+def read_chunks(
+    source: ChunkSource,
+    refs: Sequence[ChunkRef],
+    rows: Sequence[np.ndarray],
+    connector: KVConnector,
+    *,
+    first_row: int = 0,
+) -> list[bool]:
+    """Copy each chunk into its KV rows; answers per chunk whether the rows now hold exactly that chunk.
+
+    `first_row` is the row of the first chunk at which reading begins (a start in the middle of a chunk). Rows of a
+    chunk that is answered False may have been written with bytes that must not be used.
+    """
+    loaded = []
+    for position, (ref, chunk_rows) in enumerate(zip(refs, rows, strict=True)):
+        data = source.open(position, ref)
+        if data is not None:
+            connector.scatter(data, chunk_rows, first_row if position == 0 else 0)
+        loaded.append(data is not None and source.is_intact(ref))
+    return loaded
+
+
+def export_chunks(source: ChunkSource, refs: Sequence[ChunkRef], slot_nbytes: int) -> tuple[np.ndarray, list[bool]]:
+    """Copy chunks out: uint8 ``[len(refs), slot_nbytes]`` and, per chunk, whether the copy is intact."""
+    payload = np.empty((len(refs), slot_nbytes), dtype=np.uint8)
+    present = []
+    for position, ref in enumerate(refs):
+        data = source.open(position, ref)
+        if data is not None:
+            payload[position] = data
+        present.append(data is not None and source.is_intact(ref))
+    return payload, present
+
+
+def leading(flags: Sequence[bool]) -> int:
+    """How many of `flags` are True before the first False."""
+    return next((position for position, flag in enumerate(flags) if not flag), len(flags))

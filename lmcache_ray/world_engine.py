@@ -1,0 +1,121 @@
+"""`WorldEngine`: the engine of one rank that acts for all ranks of an in-process world.
+
+For a process that hosts a whole world (the standalone mode) and wants to call it as one: each call runs on every rank
+at once, in threads, as separate processes would run it.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import reduce
+from typing import TypeVar
+
+import torch
+
+from lmcache_ray.chunking import Mask
+from lmcache_ray.connector.base import SlotMapping
+from lmcache_ray.connector.paged import KVCaches
+from lmcache_ray.engine import LMCacheEngine
+from lmcache_ray.errors import InvalidRequestError
+from lmcache_ray.prompt import RequestConfigs
+from lmcache_ray.tokens import TokenSequence
+
+Result = TypeVar("Result")
+
+
+class WorldEngine(LMCacheEngine):
+    """Rank `worker_id`'s engine; `store` and `retrieve` act for the world, `lookup` and `clear` always did.
+
+    `kvcaches` is one list of tensors per rank, or None for `kv_caches`, the world's own; in a world of one rank the
+    list of tensors itself is accepted too.
+    """
+
+    def __init__(self, engines: Sequence[LMCacheEngine], worker_id: int, kv_caches: Sequence[KVCaches]) -> None:
+        super().__init__(engines[worker_id]._parts)
+        self._engines = list(engines)
+        self._kv_caches = list(kv_caches)
+        self._threads = ThreadPoolExecutor(max_workers=len(engines), thread_name_prefix="rank")
+
+    def store(  # type: ignore[override]  # one list of tensors per rank
+        self,
+        tokens: TokenSequence | None = None,
+        hashes: Sequence[bytes] | None = None,
+        offsets: Sequence[int] | None = None,
+        mask: Mask | None = None,
+        *,
+        kvcaches: Sequence[KVCaches] | KVCaches | None = None,
+        slot_mapping: SlotMapping,
+        req_id: str | None = None,
+        request_configs: RequestConfigs | None = None,
+    ) -> int:
+        """Store every rank's KV; returns the leading tokens READY when the last rank has ended."""
+
+        def on(engine: LMCacheEngine, caches: KVCaches) -> int:
+            return engine.store(
+                tokens,
+                hashes,
+                offsets,
+                mask,
+                kvcaches=caches,
+                slot_mapping=slot_mapping,
+                req_id=req_id,
+                request_configs=request_configs,
+            )
+
+        return max(self._on_every_rank(on, kvcaches))
+
+    def retrieve(  # type: ignore[override]  # one list of tensors per rank
+        self,
+        tokens: TokenSequence,
+        mask: Mask | None = None,
+        *,
+        kvcaches: Sequence[KVCaches] | KVCaches | None = None,
+        slot_mapping: SlotMapping,
+        req_id: str | None = None,
+        request_configs: RequestConfigs | None = None,
+    ) -> torch.Tensor:
+        """Retrieve on every rank; True where the row is good on all of them."""
+
+        def on(engine: LMCacheEngine, caches: KVCaches) -> torch.Tensor:
+            return engine.retrieve(
+                tokens,
+                mask,
+                kvcaches=caches,
+                slot_mapping=slot_mapping,
+                req_id=req_id,
+                request_configs=request_configs,
+            )
+
+        return reduce(torch.logical_and, self._on_every_rank(on, kvcaches))
+
+    def close(self) -> None:
+        """Close every rank's engine. Idempotent."""
+        for engine in self._engines:
+            engine.close()
+        super().close()
+        self._threads.shutdown(wait=False)
+
+    def _on_every_rank(
+        self, call: Callable[[LMCacheEngine, KVCaches], Result], kvcaches: Sequence[KVCaches] | KVCaches | None
+    ) -> list[Result]:
+        """Every rank runs to its end before the first failure, by rank, is raised."""
+        self._check_open()
+        futures = [
+            self._threads.submit(call, engine, caches)
+            for engine, caches in zip(self._engines, self._per_rank(kvcaches), strict=True)
+        ]
+        failures = [error for future in futures if (error := future.exception()) is not None]
+        if failures:
+            raise failures[0]
+        return [future.result() for future in futures]
+
+    def _per_rank(self, kvcaches: Sequence[KVCaches] | KVCaches | None) -> list[KVCaches]:
+        if kvcaches is None:
+            return self._kv_caches
+        if len(self._engines) == 1 and (isinstance(kvcaches, dict) or all(map(torch.is_tensor, kvcaches))):
+            return [kvcaches]  # type: ignore[list-item]  # checked just now
+        caches = list(kvcaches)
+        if len(caches) != len(self._engines) or any(map(torch.is_tensor, caches)):
+            raise InvalidRequestError(
+                f"kvcaches must be one list of tensors for each of {len(self._engines)} ranks; got {len(caches)} items"
+            )
+        return caches  # type: ignore[return-value]  # checked just now
