@@ -23,7 +23,7 @@ class LeaseTable:
         self._timeout_s = timeout_s
         self._leases: dict[str, _Lease] = {}
         self._pins: dict[int, int] = {}
-        self._none_ends_before = -inf
+        self._none_ends_before = inf
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -37,7 +37,7 @@ class LeaseTable:
 
         A lease of that id, whoever had it, is replaced: ids are one name space for all clients.
         """
-        held = tuple(dict.fromkeys(slots))
+        held = tuple(slots)
         pins = self._pins
         for slot in held:  # before the old ones go, so that a slot held twice over is never unpinned in between
             pins[slot] = pins.get(slot, 0) + 1

@@ -51,6 +51,23 @@ def test_a_joining_plan_mixes_joined_and_new_chunks_in_key_order() -> None:
     index.check_integrity()
 
 
+def test_a_joining_plan_ends_where_a_new_key_finds_no_room() -> None:
+    index = make_index(3)
+    prepare(index, "abd", 0)
+    plan = prepare(index, "abcd", 1)
+    assert (names(plan.refs), plan.num_refused) == ("ab", 2)
+    assert names(prepare(index, "abd", 1).refs) == "d"
+    index.check_integrity()
+
+
+def test_a_joining_plan_begins_at_its_start() -> None:
+    index = make_index(8)
+    prepare(index, "abc", 0)
+    plan = index.prepare_store(keys_of("abcd"), client="rank 1", now=0.0, rank=1, start=2)
+    assert (names(plan.refs), plan.positions) == ("cd", (2, 3))
+    assert names(prepare(index, "abcd", 1).refs) == "ab"
+
+
 def test_what_a_driver_led_plan_writes_is_not_joined() -> None:
     index = make_index(8)
     index.prepare_store(keys_of("ab"), client="driver", now=0.0)

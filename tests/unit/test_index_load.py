@@ -56,6 +56,14 @@ def test_pin_is_a_lookup_with_a_lease() -> None:
     assert names(store(index, "x").refs) == "x"
 
 
+def test_pinning_is_a_use() -> None:
+    index = make_index(4)
+    store(index, "ab")
+    store(index, "xy")
+    index.pin(keys_of("ab"), "request", "engine", now=0.0)
+    assert contents(index) == "yxba"
+
+
 def test_what_is_leased_is_kept_until_time_is_up_or_the_client_is_gone() -> None:
     index = make_index(2)
     store(index, "a")

@@ -103,6 +103,14 @@ def test_storing_what_is_there_is_a_use_of_it() -> None:
     assert contents(index) == "yxba"
 
 
+def test_a_prompt_that_grows_leaves_tail_first_all_the_same() -> None:
+    index = make_index(8)
+    store(index, "ab")
+    store(index, "xy")
+    store(index, "abcd")
+    assert contents(index) == "yxdcba"
+
+
 @pytest.mark.parametrize("policy", ["LRU", "FIFO", "LFU"])
 def test_where_the_middle_was_missing_it_leaves_after_the_tail(policy: str) -> None:
     index = make_index(8, policy=policy)
@@ -211,6 +219,23 @@ def test_a_stale_answer_does_not_touch_the_slots_next_use() -> None:
     index.complete_store(old.plan_id, 1, done=[0])
     assert index.settle(0, old.refs) == 0
     assert contents(index, SlotState.WRITING) == "x"
+    index.check_integrity()
+
+
+def test_an_open_plans_repeated_answers_do_not_touch_the_next_use_of_a_slot_it_gave_up() -> None:
+    index = make_index(2)
+    old = prepare(index, "ab")
+    for rank in (0, 1):
+        index.complete_store(old.plan_id, rank, done=[], failed=[0])
+    new = prepare(index, "x")
+    assert new.refs[0].slot == old.refs[0].slot
+    index.complete_store(old.plan_id, 0, done=[0])
+    index.complete_store(old.plan_id, 1, done=[], failed=[0])
+    index.check_integrity()
+    index.abort_store(old.plan_id)
+    assert contents(index, SlotState.WRITING) == "x"
+    finish(index, new)
+    assert contents(index) == "x" and index.counts().plans == 0
     index.check_integrity()
 
 
