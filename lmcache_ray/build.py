@@ -7,8 +7,9 @@ shared index. Ranks that live in Ray actors are put together in the cluster pack
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from lmcache_ray.arena.arena import Arena
 from lmcache_ray.arena.capacity import check_capacity, num_slots_for
@@ -61,8 +62,14 @@ def build_engine(
     metadata, layout = resolve(config, metadata, layer_groups)
     rank = metadata.worker_id
     own = (rank,) if layout.placement is Placement.PER_RANK or rank == FIRST_RANK else ()
+    broadcaster = _callable_broadcaster(metadata, layout, broadcast_fn, broadcast_object_fn)
     world = _InProcessWorld(config, layout, holders=own)
-    return world.engine(metadata, _callable_channel(metadata, layout, world, broadcast_fn, broadcast_object_fn), connector)
+    channel: FirstRankChannel | None = None
+    if broadcaster is not None:
+        slots = world.shards[rank].slots if rank == FIRST_RANK else None
+        release = world.index_client(rank).release
+        channel = TensorChannel(broadcaster, slots, layout.ranks[rank].slot_nbytes, release=release)
+    return world.engine(metadata, channel, connector)
 
 
 def build_world(
@@ -84,7 +91,7 @@ def build_world(
         if layout.placement is Placement.FIRST_RANK and layout.world_size > 1:
             channel = ArenaChannel(group.broadcaster(rank), world.shards[FIRST_RANK].slots)
         own = replace(metadata, worker_id=rank, local_worker_id=rank, local_world_size=layout.world_size)
-        engines.append(world.engine(own, channel, None))
+        engines.append(world.engine(own, channel, leave=partial(group.rank_lost, rank)))
     return engines
 
 
@@ -165,24 +172,37 @@ class _InProcessWorld:
         )
         self._service = IndexService(index, clock=time.monotonic, free_slots=self._free_slots)
 
+    def index_client(self, rank: int) -> LocalIndex:
+        """The index as `rank` speaks to it."""
+        return LocalIndex(self._service, f"rank{rank}")
+
     def engine(
-        self, metadata: LMCacheMetadata, channel: FirstRankChannel | None, connector: KVConnector | None
+        self,
+        metadata: LMCacheMetadata,
+        channel: FirstRankChannel | None,
+        connector: KVConnector | None = None,
+        leave: Callable[[], None] = lambda: None,
     ) -> LMCacheEngine:
-        """The engine of one rank of this world."""
-        client = f"rank{metadata.worker_id}"
-        arena = self._arenas.get(metadata.worker_id)
+        """The engine of one rank of this world. `leave` tells the other ranks when it is closed."""
+        rank = metadata.worker_id
+
+        def close() -> None:
+            leave()
+            if rank in self._arenas:
+                self._arenas[rank].close()
+
         return LMCacheEngine(
             EngineParts(
                 metadata=metadata,
                 layout=self._layout,
                 hasher=hasher_of(self._config, metadata.model_name),
-                index=LocalIndex(self._service, client),
-                shard=self.shards.get(metadata.worker_id),
+                index=self.index_client(rank),
+                shard=self.shards.get(rank),
                 channel=channel,
-                lease_names=LeaseNames(client),
+                lease_names=LeaseNames(f"rank{rank}"),
                 connector=connector,
                 min_retrieve_tokens=self._config.min_retrieve_tokens,
-                on_close=arena.close if arena is not None else _nothing_to_close,
+                on_close=close,
             )
         )
 
@@ -201,13 +221,13 @@ def hasher_of(config: LMCacheEngineConfig, model_name: str) -> ChunkHasher:
     )
 
 
-def _callable_channel(
+def _callable_broadcaster(
     metadata: LMCacheMetadata,
     layout: WorldLayout,
-    world: _InProcessWorld,
     broadcast_fn: BroadcastFn | None,
     broadcast_object_fn: BroadcastObjectFn | None,
-) -> FirstRankChannel | None:
+) -> CallableBroadcaster | None:
+    """The user's two functions as a broadcaster; None where ranks have nothing to tell each other."""
     if (broadcast_fn is None) != (broadcast_object_fn is None):
         raise ConfigError("broadcast_fn and broadcast_object_fn go together: give both or neither")
     if layout.placement is Placement.PER_RANK or layout.world_size == 1:
@@ -217,9 +237,7 @@ def _callable_channel(
             f"rank {metadata.worker_id} of an MLA world of {layout.world_size} ranks, built alone, needs broadcast_fn "
             "and broadcast_object_fn: rank 0's KV reaches the others by them (or build the whole world: build_world)"
         )
-    broadcaster = CallableBroadcaster(metadata.worker_id, layout.world_size, broadcast_fn, broadcast_object_fn)
-    shard = world.shards.get(metadata.worker_id)
-    return TensorChannel(broadcaster, shard.slots if shard else None, layout.ranks[metadata.worker_id].slot_nbytes)
+    return CallableBroadcaster(metadata.worker_id, layout.world_size, broadcast_fn, broadcast_object_fn)
 
 
 def _warn_if_overridden(metadata: LMCacheMetadata, layer_groups: Sequence[LayerGroupSpec]) -> None:
@@ -235,7 +253,3 @@ def _warn_if_overridden(metadata: LMCacheMetadata, layer_groups: Sequence[LayerG
             tuple(legacy),
             metadata.kv_dtype,
         )
-
-
-def _nothing_to_close() -> None:
-    """A rank that holds no chunks has no arena to give back."""

@@ -1,4 +1,4 @@
-"""What a clear did, and the names of the tiers it (and lookup) can be limited to. Pure."""
+"""What a clear did, and the names of the tiers it (and lookup) can be limited to."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

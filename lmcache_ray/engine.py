@@ -8,6 +8,7 @@ rank's actor; only the parts it is built from differ (`build.py`).
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,7 +18,6 @@ from lmcache_ray.clearing import ClearResult, names_cpu_tier
 from lmcache_ray.connector.base import KVConnector, SlotMapping, checked_slot_mapping
 from lmcache_ray.connector.paged import KVCaches, PagedConnector
 from lmcache_ray.errors import (
-    BroadcastAborted,
     BroadcastError,
     ClosedError,
     DeadlineError,
@@ -75,7 +75,7 @@ class _PinnedLoad:
 
 
 class LMCacheEngine:
-    """The cache of one rank. Thread-safe; every method raises `ClosedError` after `close`."""
+    """The cache of one rank. Thread-safe; after `close` every call but `is_healthy` raises `ClosedError`."""
 
     def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
@@ -149,11 +149,11 @@ class LMCacheEngine:
         call this for the same prompts in the same order; a failure at rank 0 is a miss on the others.
         """
         self._check_open()
-        arguments = (tokens, mask, kvcaches, slot_mapping, request_configs)
+        read_call = partial(self._read_call, tokens, mask, kvcaches, slot_mapping, request_configs)
         if self._is_receiver:
-            return self._retrieve_received(*arguments)
+            return self._retrieve_received(read_call)
         with self._failure_told():
-            call = self._read_call(*arguments)
+            call = read_call()
             load = self._pin(call)
         return self._deliver(call, load)
 
@@ -175,19 +175,22 @@ class LMCacheEngine:
         self._check_open()
         prompt = self._read(tokens, hashes, offsets, request_configs)
         lease_id = lookup_lease(lookup_id, pin)
-        if not prompt.keys or not names_cpu_tier(search_range, argument="search_range"):
+        keys = prompt.keys if names_cpu_tier(search_range, argument="search_range") else []
+        if not keys and lease_id is None:
             return 0
-        return prompt.tokens_in(self._parts.index.lookup(prompt.keys, lease_id))
+        return prompt.tokens_in(self._parts.index.lookup(keys, lease_id))
 
     def lookup_unpin(self, lookup_id: str) -> None:
         """End the lease of a pinned lookup; an unknown or ended one is ignored."""
         self._check_open()
         self._parts.index.release([LeaseNames.for_lookup(lookup_id)])
 
-    def loadable(self, tokens: TokenSequence, num_computed: int) -> int:
-        """Tokens that may still be loaded when `num_computed` leading ones are there: never the whole prompt."""
-        num_tokens = len(token_ids(tokens))
-        return loadable_tokens(self.lookup(tokens), num_tokens, num_computed)
+    def loadable(self, tokens: TokenSequence, num_computed: int, request_configs: RequestConfigs | None = None) -> int:
+        """Tokens that `retrieve` may still load when `num_computed` leading ones are there: never the whole prompt."""
+        ids = token_ids(tokens)
+        num_hits = self.lookup(ids, request_configs=request_configs)
+        num_loadable = loadable_tokens(num_hits, len(ids), num_computed)
+        return num_loadable if num_hits - num_computed >= self._parts.min_retrieve_tokens else 0
 
     def clear(
         self,
@@ -248,14 +251,7 @@ class LMCacheEngine:
                 raise
         return _PinnedLoad(plan.refs, ArenaSource(parts.shard.slots), lease_ids[:1])
 
-    def _retrieve_received(
-        self,
-        tokens: TokenSequence,
-        mask: Mask | None,
-        kvcaches: KVCaches | None,
-        slot_mapping: SlotMapping,
-        request_configs: RequestConfigs | None,
-    ) -> torch.Tensor:
+    def _retrieve_received(self, read_call: Callable[[], _Call]) -> torch.Tensor:
         """On another rank of a first-rank world: read what rank 0 says, if it is what was asked here.
 
         The plan is awaited before the arguments are looked at, so that a call with wrong ones uses the channel once
@@ -268,10 +264,10 @@ class LMCacheEngine:
             received = self._parts.channel.receive()
             shared = received.load
             load = _PinnedLoad(shared.refs, received.source, shared.lease_ids[self.metadata.worker_id :][:1])
-        except (BroadcastAborted, DeadlineError):
+        except (BroadcastError, DeadlineError):
             pass  # rank 0 failed, died or stayed silent: a miss
         try:
-            call = self._read_call(tokens, mask, kvcaches, slot_mapping, request_configs)
+            call = read_call()
         except BaseException:
             self._release(load)
             raise
@@ -329,9 +325,7 @@ class LMCacheEngine:
         offsets: Sequence[int] | None,
         request_configs: RequestConfigs | None,
     ) -> Prompt:
-        return read_prompt(
-            self._parts.hasher, tokens, hashes=hashes, offsets=offsets, request_configs=request_configs
-        )
+        return read_prompt(self._parts.hasher, tokens, hashes=hashes, offsets=offsets, request_configs=request_configs)
 
     def _connect(self, kvcaches: KVCaches | None) -> KVConnector:
         if kvcaches is not None:
@@ -348,4 +342,3 @@ def lookup_lease(lookup_id: str | None, pin: bool) -> str | None:
     if not isinstance(lookup_id, str) or not lookup_id:
         raise InvalidRequestError(f"lookup(pin=True) needs a lookup_id, a non-empty text; got {lookup_id!r}")
     return LeaseNames.for_lookup(lookup_id)
-

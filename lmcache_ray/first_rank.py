@@ -5,7 +5,7 @@ channel carries the plan and tells the receiver where the bytes are. Rank 0 neve
 it sends that instead, and the receivers call it a miss.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,7 +14,7 @@ import torch
 
 from lmcache_ray.arena.slots import SlotTable
 from lmcache_ray.broadcast.base import Broadcaster
-from lmcache_ray.errors import BroadcastAborted
+from lmcache_ray.errors import BroadcastAborted, BroadcastError
 from lmcache_ray.index.plans import ChunkRef
 from lmcache_ray.shard import ArenaSource, ChunkSource, PayloadSource, export_chunks
 
@@ -86,18 +86,31 @@ class ArenaChannel:
 
 
 class TensorChannel:
-    """For ranks joined by nothing but LMCache's two callables: one object and one tensor of all bytes a retrieve."""
+    """For ranks joined by nothing but LMCache's two callables: one object and one tensor of all bytes a retrieve.
 
-    def __init__(self, broadcaster: Broadcaster, slots: SlotTable | None, slot_nbytes: int) -> None:
+    `slots` are rank 0's, None on the others. The others read a copy and have no part in rank 0's index, so
+    ``release(lease_ids)`` ends their leases there as soon as it is made.
+    """
+
+    def __init__(
+        self,
+        broadcaster: Broadcaster,
+        slots: SlotTable | None,
+        slot_nbytes: int,
+        *,
+        release: Callable[[Sequence[str]], None],
+    ) -> None:
         self._broadcaster = broadcaster
         self._slots = slots
         self._slot_nbytes = slot_nbytes
+        self._release = release
 
     def send(self, load: SharedLoad) -> None:
         """Publish the plan, then the bytes of its chunks; a chunk that is gone by then is marked so."""
         if self._slots is None:
-            raise BroadcastAborted("only the first rank, which holds the chunks, can send them")
+            raise BroadcastError("only the first rank, which holds the chunks, can send them")
         payload, present = export_chunks(ArenaSource(self._slots), load.refs, self._slot_nbytes)
+        self._release(load.lease_ids[FIRST_RANK + 1 :])
         self._broadcaster.broadcast_object((load, tuple(present)), src=FIRST_RANK)
         if load.refs:
             self._broadcaster.broadcast_tensors([torch.from_numpy(payload)], src=FIRST_RANK)
@@ -131,4 +144,3 @@ def _as_load(message: object) -> SharedLoad:
 def matches(load: SharedLoad, keys: Sequence[bytes], start: int) -> bool:
     """True if the load is of this prompt from this chunk on: a receiver that finds others calls it a miss."""
     return load.start == start and [ref.key for ref in load.refs] == list(keys[start : start + len(load.refs)])
-

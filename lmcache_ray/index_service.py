@@ -78,7 +78,7 @@ class IndexService:
     def lookup(self, keys: Sequence[bytes], *, client: str, lease_id: str | None) -> int:
         """Leading READY chunks, pinned under `lease_id` if one is given."""
         with self.at_now() as (index, now):
-            return index.lookup(keys) if lease_id is None else index.pin(keys, lease_id=lease_id, client=client, now=now)
+            return index.lookup(keys) if lease_id is None else index.pin(keys, lease_id, client, now)
 
     def prepare_store(self, keys: Sequence[bytes], *, client: str, start: int, rank: int | None) -> StorePlan:
         """Plan the store of ``keys[start:]``; what must stand before it are cached (or being written) chunks."""

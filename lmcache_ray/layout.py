@@ -63,7 +63,9 @@ class ShardSpec:
         object.__setattr__(self, "encoding", Encoding(self.encoding))
         if not self.layers or list(self.layers) != sorted(set(self.layers)) or self.layers[0] < 0:
             raise LayoutError(f"ShardSpec.layers must be distinct, ascending and at least 0; got {self.layers}")
-        if not isinstance(self.heads, range) or self.heads.step != 1 or not self.heads or self.heads.start < 0:
+        if not isinstance(self.heads, range):
+            raise LayoutError(f"ShardSpec.heads must be a range; got {self.heads!r}")
+        if self.heads.step != 1 or not self.heads or self.heads.start < 0:
             raise LayoutError(f"ShardSpec.heads must be a non-empty range of step 1; got {self.heads!r}")
         if self.head_size < 1:
             raise LayoutError(f"ShardSpec.head_size must be at least 1; got {self.head_size}")
@@ -228,9 +230,7 @@ def uniform_world(
 
 def _shift_heads(group: ShardSpec, by: int) -> ShardSpec:
     heads = range(group.heads.start + by, group.heads.stop + by)
-    return ShardSpec(
-        group.layers, heads, group.head_size, group.dtype, group.kv_size, group.replica, group.encoding
-    )
+    return ShardSpec(group.layers, heads, group.head_size, group.dtype, group.kv_size, group.replica, group.encoding)
 
 
 def _align(nbytes: int) -> int:

@@ -73,6 +73,6 @@ def loadable_tokens(num_hits: int, num_tokens: int, num_computed: int) -> int:
 
     Never the whole prompt: an engine must compute at least the last token to get its logits.
     """
-    if isinstance(num_computed, bool) or not isinstance(num_computed, int) or not 0 <= num_computed <= num_tokens:
+    if type(num_computed) is not int or not 0 <= num_computed <= num_tokens:  # True is no count
         raise InvalidRequestError(f"num_computed must be within 0 to {num_tokens} (the prompt); got {num_computed!r}")
     return max(0, min(num_hits, num_tokens - 1) - num_computed)

@@ -85,9 +85,7 @@ class EngineShard:
         """The arena's slots."""
         return self._slots
 
-    def store(
-        self, refs: Sequence[ChunkRef], rows: Sequence[np.ndarray], connector: KVConnector
-    ) -> list[bool]:
+    def store(self, refs: Sequence[ChunkRef], rows: Sequence[np.ndarray], connector: KVConnector) -> list[bool]:
         """Copy each chunk's KV rows into its slot and commit it; answers per chunk whether that was done.
 
         False: the slot refused the generation as stale, so the plan is out of date. Any other failure aborts the

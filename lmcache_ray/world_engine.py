@@ -4,6 +4,7 @@ For a process that hosts a whole world (the standalone mode) and wants to call i
 at once, in threads, as separate processes would run it.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
@@ -25,17 +26,19 @@ Result = TypeVar("Result")
 class WorldEngine(LMCacheEngine):
     """Rank `worker_id`'s engine; `store` and `retrieve` act for the world, `lookup` and `clear` always did.
 
-    `kvcaches` is one list of tensors per rank, or None for `kv_caches`, the world's own; in a world of one rank the
-    list of tensors itself is accepted too.
+    Each rank has one thread, and calls reach all of them in the same order, whatever threads they come from: the
+    ranks of a first-rank world must take the same steps. `kvcaches` is one list of tensors per rank, or None for
+    `kv_caches`, the world's own; in a world of one rank the list of tensors itself is accepted too.
     """
 
     def __init__(self, engines: Sequence[LMCacheEngine], worker_id: int, kv_caches: Sequence[KVCaches]) -> None:
         super().__init__(engines[worker_id]._parts)
         self._engines = list(engines)
         self._kv_caches = list(kv_caches)
-        self._threads = ThreadPoolExecutor(max_workers=len(engines), thread_name_prefix="rank")
+        self._threads = [ThreadPoolExecutor(1, thread_name_prefix=f"rank{rank}") for rank in range(len(engines))]
+        self._order = threading.Lock()
 
-    def store(  # type: ignore[override]  # one list of tensors per rank
+    def store(
         self,
         tokens: TokenSequence | None = None,
         hashes: Sequence[bytes] | None = None,
@@ -63,7 +66,7 @@ class WorldEngine(LMCacheEngine):
 
         return max(self._on_every_rank(on, kvcaches))
 
-    def retrieve(  # type: ignore[override]  # one list of tensors per rank
+    def retrieve(
         self,
         tokens: TokenSequence,
         mask: Mask | None = None,
@@ -88,21 +91,25 @@ class WorldEngine(LMCacheEngine):
         return reduce(torch.logical_and, self._on_every_rank(on, kvcaches))
 
     def close(self) -> None:
-        """Close every rank's engine. Idempotent."""
-        for engine in self._engines:
-            engine.close()
-        super().close()
-        self._threads.shutdown(wait=False)
+        """Close every rank's engine. Idempotent. Calls that have begun on a rank end by themselves."""
+        with self._order:
+            super().close()
+            for engine in self._engines:
+                engine.close()
+            for thread in self._threads:
+                thread.shutdown(wait=False)
 
     def _on_every_rank(
         self, call: Callable[[LMCacheEngine, KVCaches], Result], kvcaches: Sequence[KVCaches] | KVCaches | None
     ) -> list[Result]:
         """Every rank runs to its end before the first failure, by rank, is raised."""
-        self._check_open()
-        futures = [
-            self._threads.submit(call, engine, caches)
-            for engine, caches in zip(self._engines, self._per_rank(kvcaches), strict=True)
-        ]
+        per_rank = self._per_rank(kvcaches)
+        with self._order:
+            self._check_open()
+            futures = [
+                thread.submit(call, engine, caches)
+                for thread, engine, caches in zip(self._threads, self._engines, per_rank, strict=True)
+            ]
         failures = [error for future in futures if (error := future.exception()) is not None]
         if failures:
             raise failures[0]

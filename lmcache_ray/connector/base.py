@@ -44,7 +44,10 @@ def checked_slot_mapping(slot_mapping: SlotMapping, *, num_tokens: int, num_slot
     """
     if slot_mapping is None:
         raise InvalidRequestError("slot_mapping is missing: one KV row per token is needed")
-    rows = np.asarray(slot_mapping)
+    try:
+        rows = np.asarray(slot_mapping)
+    except (TypeError, ValueError) as error:  # lists of unequal lengths, tensors that are not in CPU memory
+        raise InvalidRequestError(f"slot_mapping cannot be read as one integer per token: {error}") from error
     if rows.ndim == 1 and rows.size == 0:
         rows = rows.astype(np.int64)
     if rows.ndim != 1 or rows.dtype.kind not in "iu":

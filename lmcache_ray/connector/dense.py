@@ -10,24 +10,37 @@ import torch
 
 from lmcache_ray.connector.planes import PlaneConnector, planes_of_group, row_type
 from lmcache_ray.errors import LayoutError
-from lmcache_ray.layout import RankLayout
+from lmcache_ray.layout import RankLayout, ShardSpec
 from lmcache_ray.torch_dtypes import to_torch_dtype
 
 
 class DenseConnector(PlaneConnector):
     """A `KVConnector` over one tensor per layer group. Raises `LayoutError` naming the group that does not fit.
 
-    `num_tokens` is the number of rows that every tensor must have; `name` is what a message calls the tensors.
+    `num_tokens` is the number of rows that every tensor must have; `name` is what a message calls the tensors. They
+    are borrowed, but one whose rows are scattered in memory is copied: from it rows can be gathered, not scattered
+    into it.
     """
 
     def __init__(self, layout: RankLayout, tensors: Sequence[torch.Tensor], num_tokens: int, *, name: str) -> None:
-        if isinstance(tensors, torch.Tensor) or len(tensors) != len(layout.groups):
-            raise LayoutError(f"{name} must be one tensor for each of {len(layout.groups)} layer groups")
+        num_groups = len(layout.groups)
+        if not isinstance(tensors, list | tuple) or len(tensors) != num_groups:  # a tensor is no list of tensors
+            raise LayoutError(f"{name} must be one tensor for each of {num_groups} layer groups")
+        names = [f"{name}[{index}]" for index in range(num_groups)]
+        for group, tensor, tensor_name in zip(layout.groups, tensors, names, strict=True):
+            _check(group, tensor, num_tokens, tensor_name)
+        self._copied = [named for named, tensor in zip(names, tensors, strict=True) if tensor.stride(-1) != 1]
         super().__init__(
             plane
             for index, tensor in enumerate(tensors)
-            for plane in planes_of_group(layout, index, _rows(layout, index, tensor, num_tokens, f"{name}[{index}]"))
+            for plane in planes_of_group(layout, index, _rows(layout.groups[index], tensor))
         )
+
+    def scatter(self, shard: np.ndarray, rows: np.ndarray, first_row: int) -> None:
+        """Copy the shard's rows from `first_row` on into rows `rows` of the tensors."""
+        if self._copied:
+            raise LayoutError(f"{self._copied[0]} cannot be written: the elements of a row must lie side by side")
+        super().scatter(shard, rows, first_row)
 
 
 def empty_shard(layout: RankLayout, num_tokens: int) -> list[torch.Tensor]:
@@ -38,8 +51,7 @@ def empty_shard(layout: RankLayout, num_tokens: int) -> list[torch.Tensor]:
     ]
 
 
-def _rows(layout: RankLayout, index: int, tensor: torch.Tensor, num_tokens: int, name: str) -> np.ndarray:
-    group = layout.groups[index]
+def _check(group: ShardSpec, tensor: torch.Tensor, num_tokens: int, name: str) -> None:
     shape = (group.kv_size, group.num_layers, num_tokens, group.hidden_dim)
     if not isinstance(tensor, torch.Tensor):
         raise LayoutError(f"{name} is a {type(tensor).__name__}, not a tensor")
@@ -49,5 +61,10 @@ def _rows(layout: RankLayout, index: int, tensor: torch.Tensor, num_tokens: int,
         )
     if tensor.device.type != "cpu":
         raise LayoutError(f"{name} is on {tensor.device}; shards are copied from and to CPU memory")
-    raw = tensor.detach().contiguous().view(torch.uint8).numpy()
-    return raw.reshape(group.kv_size, group.num_layers, -1).view(row_type(group.row_nbytes))
+
+
+def _rows(group: ShardSpec, tensor: torch.Tensor) -> list[list[np.ndarray]]:
+    """Void ``[num_tokens]`` of each plane, keys or values first, then the layer."""
+    dense = tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+    raw = dense.detach().view(torch.uint8).numpy().view(row_type(group.row_nbytes))[..., 0]
+    return [list(layers) for layers in raw]

@@ -37,7 +37,7 @@ def _planes(layout: RankLayout, layers: Sequence[torch.Tensor]) -> Iterator[Plan
 def _as_list(kvcaches: KVCaches) -> list[torch.Tensor]:
     if isinstance(kvcaches, Mapping):
         return list(kvcaches.values())
-    if isinstance(kvcaches, (str, torch.Tensor)) or not isinstance(kvcaches, Sequence):
+    if not isinstance(kvcaches, Sequence):  # as a tensor is not, although it can be iterated over
         raise LayoutError(f"kvcaches must be a list or mapping of one tensor per layer; got {type(kvcaches).__name__}")
     return list(kvcaches)
 
