@@ -50,7 +50,8 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 PURE = (
     "lmcache_ray.index", "lmcache_ray.broadcast.log", "lmcache_ray.errors", "lmcache_ray.dtypes",
-    "lmcache_ray.layout", "lmcache_ray.tokens", "lmcache_ray.chunking", "lmcache_ray.keys", "lmcache_ray.splitmix",
+    "lmcache_ray.layout", "lmcache_ray.tokens", "lmcache_ray.chunking", "lmcache_ray.keys", "lmcache_ray.prompt",
+    "lmcache_ray.splitmix",
     "cluster.messages", "cluster.topology", "cluster.membership", "cluster.workload", "cluster.chat_workload",
     "cluster.expected_bytes", "cluster.report", "cluster.world",
 )
