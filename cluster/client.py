@@ -265,7 +265,7 @@ class CacheCluster:
         """
         self._link.check_open()
         timeout_s = self._link.world.call_timeout_s if timeout_s is None else timeout_s
-        calls = [worker.call.remote(function, list(arguments)) for worker in self._link.workers]
+        calls = [worker.call.remote(function, *arguments) for worker in self._link.workers]
         results: list[object] = []
         for rank, call in enumerate(calls):
             try:

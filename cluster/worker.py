@@ -98,7 +98,7 @@ class RankWorker:
         return self._started().take_in(refs, data, num_tokens)  # type: ignore[arg-type]  # Ray resolves the reference
 
     @ray.method(concurrency_group="call")
-    def call(self, function: str | Callable[..., object], arguments: Sequence[object]) -> object:
+    def call(self, function: str | Callable[..., object], *arguments: object) -> object:
         """Run ``function(context, *arguments)`` in this process; a text names it as "module:function"."""
         self._started()
         run = resolve_function(function, what="function") if isinstance(function, str) else function

@@ -118,8 +118,9 @@ class IndexService:
             plan = index.prepare_clear(keys)
             holders = index.holders
         pending = []
-        for rank in holders if plan.refs else ():
-            if self._free_slots(rank, plan.refs):
+        dropped = (*plan.refs, *plan.aborted)  # a write that a clear aborted must not be committed after it
+        for rank in holders if dropped else ():
+            if self._free_slots(rank, dropped):
                 with self.at_now() as (index, _):
                     index.complete_clear(plan.plan_id, rank)
             else:

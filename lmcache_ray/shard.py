@@ -88,8 +88,8 @@ class EngineShard:
     def store(self, refs: Sequence[ChunkRef], rows: Sequence[np.ndarray], connector: KVConnector) -> list[bool]:
         """Copy each chunk's KV rows into its slot and commit it; answers per chunk whether that was done.
 
-        False: the slot refused the generation as stale, so the plan is out of date. Any other failure aborts the
-        slot that was being written and is raised.
+        False: the slot refused the generation as stale, or was freed meanwhile, so the plan is out of date. Any other
+        failure aborts the slot that was being written and is raised.
         """
 
         def gather(position: int, data: np.ndarray) -> int:
@@ -144,7 +144,10 @@ class EngineShard:
         except BaseException:
             slots.abort(ref.slot, ref.generation)
             raise
-        slots.commit(ref.slot, ref.generation, ref.key, num_tokens)
+        try:
+            slots.commit(ref.slot, ref.generation, ref.key, num_tokens)
+        except ProtocolError:  # freed meanwhile, by a clear
+            return False
         return True
 
 

@@ -1,0 +1,281 @@
+"""Replaying a workload against a cluster: look up, load and store every request, and check every byte on demand.
+
+Requests go through in windows. One message plans a whole window in file order, one message per rank carries it out,
+one reports back; a request that depends on an earlier one of its window begins the next, so hit rates are those of a
+replay one by one.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import ray
+
+from lmcache_ray.errors import ClusterError, WorkloadError
+from lmcache_ray.layout import Placement
+
+from .client import CacheCluster
+from .link import ClusterLink
+from .messages import (
+    KEY_NBYTES,
+    MESSAGE_NBYTES,
+    PackedRefs,
+    PlannedLoad,
+    PlannedStore,
+    StoreDone,
+    pack_keys,
+    pack_numbers,
+    unpack_numbers,
+)
+from .ray_calls import wait_for_rank
+from .replay_rank import ReplayResult, ReplayWindow
+from .report import Latencies, ReplayReport
+from .workload import BLOCK_SIZE, TraceRequest, prompt_tokens
+
+Advance = Callable[[int], None]
+"""Called with the number of requests that have just been finished."""
+
+_RUN_WINDOW = "cluster.replay_rank:run_window"
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """One request as the cluster sees it."""
+
+    keys: list[bytes]
+    packed: bytes
+
+
+@dataclass(slots=True)
+class _Totals:
+    requests: int = 0
+    lookup_blocks: int = 0
+    hit_blocks: int = 0
+    verified_bytes: int = 0
+    byte_mismatches: int = 0
+    latencies: Latencies = field(default_factory=Latencies)
+
+
+def replay(
+    cluster: CacheCluster,
+    requests: Sequence[TraceRequest],
+    *,
+    window: int,
+    verify: bool,
+    advance: Advance = lambda count: None,
+) -> ReplayReport:
+    """Run `requests` in order through `cluster`, whose chunk size must be that of a trace's blocks.
+
+    Raises `ClusterError` if the cluster does not fit the workload, or a rank fails on the way.
+    """
+    link = cluster.link
+    _check_fit(link, requests, window)
+    run = _Replay(link, window, verify)
+    begin = time.perf_counter()
+    run.run(requests, advance)
+    seconds = time.perf_counter() - begin
+    return _report(cluster, run.totals, window, seconds)
+
+
+class _Replay:
+    """One run. Prompts are hashed one window ahead, while the ranks are at work."""
+
+    def __init__(self, link: ClusterLink, window: int, verify: bool) -> None:
+        self._link = link
+        self._window = window
+        self._verify = verify
+        self._num_rows = link.num_kv_rows
+        self.totals = _Totals()
+
+    def run(self, requests: Sequence[TraceRequest], advance: Advance) -> None:
+        source = self._prompts(requests)
+        waiting: deque[_Prompt] = deque()
+        self._refill(waiting, source)
+        while waiting:
+            part = self._next_window(waiting)
+            leases = [self._link.lease_id() for _ in part]
+            begin = time.perf_counter()
+            planned = self._link.ask(
+                "prepare_window", self._link.client_id, [prompt.packed for prompt in part], leases
+            )
+            lookup_s = time.perf_counter() - begin
+            plans: list[tuple[PlannedLoad, PlannedStore]] = planned  # type: ignore[assignment]
+            calls = self._send(plans)
+            for _ in plans:
+                waiting.popleft()
+            self._refill(waiting, source)
+            self._finish(plans, calls, leases)
+            self._count(part[: len(plans)], plans, lookup_s)
+            advance(len(plans))
+
+    def _prompts(self, requests: Sequence[TraceRequest]) -> Iterator[_Prompt]:
+        for request in requests:
+            keys = self._link.hasher.keys(prompt_tokens(request))
+            yield _Prompt(keys, pack_keys(keys))
+
+    def _refill(self, waiting: deque[_Prompt], source: Iterator[_Prompt]) -> None:
+        waiting.extend(islice(source, self._window - len(waiting)))
+
+    def _next_window(self, waiting: deque[_Prompt]) -> list[_Prompt]:
+        """As many prompts as one message and the ranks' KV rows can take."""
+        most = min(MESSAGE_NBYTES // KEY_NBYTES, self._num_rows // BLOCK_SIZE)
+        part: list[_Prompt] = []
+        num_blocks = 0
+        for prompt in waiting:
+            num_blocks += len(prompt.keys)
+            if part and num_blocks > most:
+                break
+            part.append(prompt)
+        return part
+
+    def _send(self, plans: Sequence[tuple[PlannedLoad, PlannedStore]]) -> dict[int, ray.ObjectRef]:
+        """One message to each rank; every request has KV rows of its own."""
+        window = _as_window(plans, self._verify)
+        link, layout = self._link, self._link.world.layout
+        calls, payload = {}, None
+        for rank, worker in enumerate(link.workers):
+            if layout.placement is Placement.PER_RANK:
+                calls[rank] = worker.call.remote(_RUN_WINDOW, window)
+            elif link.hellos[rank].node_id == link.hellos[0].node_id or not len(window.loads):
+                calls[rank] = worker.call.remote(_RUN_WINDOW, _reading(window, link.hellos[0].arena_path))
+            else:
+                payload = link.workers[0].export.remote(window.loads) if payload is None else payload
+                calls[rank] = worker.call.remote(_RUN_WINDOW, window, payload)
+        return calls
+
+    def _finish(
+        self,
+        plans: Sequence[tuple[PlannedLoad, PlannedStore]],
+        calls: dict[int, ray.ObjectRef],
+        leases: Sequence[str],
+    ) -> None:
+        """Take the ranks' answers, report them, and release the window's leases."""
+        timeout_s = self._link.world.call_timeout_s
+        results: dict[int, ReplayResult] = {}
+        for rank, call in calls.items():
+            result = wait_for_rank(call, timeout_s=timeout_s, rank=rank)
+            assert isinstance(result, ReplayResult)
+            results[rank] = result
+        done, at = [], 0
+        for _, store in plans:
+            count = len(store.refs)
+            if count:
+                flags = {rank: results[rank].stored[at : at + count] for rank in self._link.world.layout.holders}
+                done.append(StoreDone(store.plan_id, flags))
+            at += count
+        pinned = [lease for lease, (load, _) in zip(leases, plans, strict=False) if len(load.refs)]
+        if done or pinned:
+            self._link.ask("complete", done, pinned)
+        self._count_results(list(results.values()), plans)
+
+    def _count_results(
+        self, results: Sequence[ReplayResult], plans: Sequence[tuple[PlannedLoad, PlannedStore]]
+    ) -> None:
+        totals = self.totals
+        totals.verified_bytes += sum(result.verified_bytes for result in results)
+        totals.byte_mismatches += sum(result.byte_mismatches for result in results)
+        if any(0 in result.loaded or 0 in result.stored for result in results):
+            raise ClusterError("a rank did not load or store a chunk that was planned; see the cluster's status")
+        for at, (load, store) in enumerate(plans):
+            if len(load.refs):
+                totals.latencies.retrieve.append(max(result.load_s[at] for result in results))
+            if len(store.refs):
+                totals.latencies.store.append(max(result.store_s[at] for result in results if result.store_s))
+
+    def _count(
+        self, prompts: Sequence[_Prompt], plans: Sequence[tuple[PlannedLoad, PlannedStore]], lookup_s: float
+    ) -> None:
+        totals = self.totals
+        totals.requests += len(prompts)
+        totals.lookup_blocks += sum(len(prompt.keys) for prompt in prompts)
+        totals.hit_blocks += sum(len(load.refs) for load, _ in plans)
+        totals.latencies.lookup += [lookup_s] * len(prompts)
+
+
+def _as_window(plans: Sequence[tuple[PlannedLoad, PlannedStore]], verify: bool) -> ReplayWindow:
+    load_rows: list[int] = []
+    store_rows: list[int] = []
+    first_row = 0
+    for load, store in plans:
+        positions = unpack_numbers(store.positions)
+        load_rows += [first_row + block * BLOCK_SIZE for block in range(len(load.refs))]
+        store_rows += [first_row + block * BLOCK_SIZE for block in positions]
+        first_row += max(len(load.refs), max(positions, default=-1) + 1) * BLOCK_SIZE
+    return ReplayWindow(
+        loads=_joined([load.refs for load, _ in plans]),
+        load_rows=pack_numbers(load_rows),
+        load_counts=tuple(len(load.refs) for load, _ in plans),
+        stores=_joined([store.refs for _, store in plans]),
+        store_rows=pack_numbers(store_rows),
+        store_counts=tuple(len(store.refs) for _, store in plans),
+        verify=verify,
+    )
+
+
+def _joined(parts: Sequence[PackedRefs]) -> PackedRefs:
+    return PackedRefs(
+        b"".join(part.keys for part in parts),
+        b"".join(part.slots for part in parts),
+        b"".join(part.generations for part in parts),
+    )
+
+
+def _reading(window: ReplayWindow, arena_path: str | None) -> ReplayWindow:
+    return ReplayWindow(
+        window.loads,
+        window.load_rows,
+        window.load_counts,
+        window.stores,
+        window.store_rows,
+        window.store_counts,
+        window.verify,
+        arena_path,
+    )
+
+
+def _check_fit(link: ClusterLink, requests: Sequence[TraceRequest], window: int) -> None:
+    if window < 1:
+        raise WorkloadError(f"window must be at least 1 request; got {window}")
+    chunk_size = link.world.layout.chunk_size
+    if chunk_size != BLOCK_SIZE:
+        raise ClusterError(
+            f"cluster {link.world.name!r} has chunk_size {chunk_size}; a replay needs {BLOCK_SIZE}, a trace's block"
+        )
+    longest = max((len(request.hash_ids) for request in requests), default=0) * BLOCK_SIZE
+    if longest > link.num_kv_rows:
+        raise ClusterError(
+            f"the longest prompt has {longest} tokens; the ranks of cluster {link.world.name!r} have {link.num_kv_rows} KV "
+            "rows: start it with more num_blocks"
+        )
+
+
+def _report(cluster: CacheCluster, totals: _Totals, window: int, seconds: float) -> ReplayReport:
+    link = cluster.link
+    world, layout = link.world, link.world.layout
+    resident = [
+        wait_for_rank(worker.check_integrity.remote(), timeout_s=world.call_timeout_s, rank=rank)
+        for rank, worker in enumerate(link.workers)
+    ]
+    link.ask("check_integrity")
+    return ReplayReport(
+        requests=totals.requests,
+        lookup_blocks=totals.lookup_blocks,
+        hit_blocks=totals.hit_blocks,
+        hit_rate=totals.hit_blocks / totals.lookup_blocks if totals.lookup_blocks else 0.0,
+        world_size=layout.world_size,
+        num_nodes=len({hello.node_id for hello in link.hellos}),
+        use_mla=layout.placement is Placement.FIRST_RANK,
+        policy=world.cache_policy.lower(),
+        capacity_blocks=world.num_slots,
+        window=window,
+        stored_bytes=[
+            int(count) * layout.ranks[rank].chunk_nbytes  # type: ignore[call-overload]  # a rank's number of chunks
+            for rank, count in enumerate(resident)
+        ],
+        verified_bytes=totals.verified_bytes,
+        byte_mismatches=totals.byte_mismatches,
+        seconds=round(seconds, 3),
+        latency_ms=totals.latencies.in_ms(),
+    )

@@ -1,0 +1,42 @@
+"""What the commands show to a person."""
+
+from rich.table import Table
+
+from .report import ReplayReport
+from .world import ClusterStatus
+
+
+def replay_table(report: ReplayReport) -> Table:
+    """A replay's numbers, one a line."""
+    table = Table(title="replay", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    for name, value in report.to_json().items():
+        if name == "latency_ms":
+            continue
+        table.add_row(name, f"{value:.4f}" if isinstance(value, float) else str(value))
+    for name, values in report.latency_ms.items():
+        shown = ", ".join(f"{percentile} {value}" for percentile, value in values.items() if value is not None)
+        table.add_row(f"{name} ms", shown or "none")
+    return table
+
+
+def status_table(status: ClusterStatus) -> Table:
+    """A cluster's ranks, one a row."""
+    memory = status.tiers["cpu"]
+    table = Table(
+        title=f"cluster {status.name} in {status.namespace}: {memory.ready} of {memory.capacity} chunks, "
+        f"{status.leases} leases"
+    )
+    for column in ("rank", "local", "node", "pid", "alive", "slots"):
+        table.add_column(column)
+    for rank in status.ranks:
+        table.add_row(
+            str(rank.worker_id),
+            f"{rank.local_worker_id} of {rank.local_world_size}",
+            (rank.node_id or "?")[:12],
+            str(rank.pid),
+            "yes" if rank.alive else "NO",
+            f"{rank.slots_used}/{rank.slots_total}",
+        )
+    return table
