@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import ray
 from ray import cloudpickle
-from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from lmcache_ray.broadcast.base import check_rank
 from lmcache_ray.broadcast.exchange import described
-from lmcache_ray.broadcast.log import Aborted, Payload, Tag
+from lmcache_ray.broadcast.log import Aborted, Payload, Tag, TakeResult
 from lmcache_ray.broadcast.tensors import fill, snapshot
 from lmcache_ray.errors import ArenaError, BroadcastAborted, BroadcastError, ClusterError, DeadlineError
 from lmcache_ray.first_rank import FIRST_RANK, ReceivedLoad, SharedLoad
@@ -26,7 +25,7 @@ from lmcache_ray.shard import ArenaSource, ChunkSource, PayloadSource, export_ch
 from .messages import Payload as ChunkPayload
 from .messages import pack_flags, unpack_flags
 from .rank import Rank
-from .ray_calls import wait_for
+from .ray_calls import Actor, Ref, wait_for
 
 if TYPE_CHECKING:
     import torch
@@ -50,13 +49,13 @@ class Parcel:
     """
 
     pickled: bytes
-    references: tuple[ray.ObjectRef, ...] = ()
+    references: tuple[Ref, ...] = ()
 
 
 class CoordinatorBroadcaster:
     """One rank's end of the broadcasts that a coordinator keeps; see `Broadcaster` for the contract."""
 
-    def __init__(self, rank: int, world_size: int, coordinator: ActorHandle, *, timeout_s: float) -> None:
+    def __init__(self, rank: int, world_size: int, coordinator: Actor, *, timeout_s: float) -> None:
         check_rank("rank", rank, world_size)
         self._rank = rank
         self._world_size = world_size
@@ -85,7 +84,7 @@ class CoordinatorBroadcaster:
         return received
 
     def broadcast_tensors(self, tensors: "Sequence[torch.Tensor]", *, src: int, tag: str | None = None) -> None:
-        """Copies the tensors of rank `src` into those of the others. For small ones: they pass through the coordinator."""
+        """Copies the tensors of rank `src` into those of the others. For small ones: the coordinator carries them."""
         check_rank("src", src, self._world_size)
         if self._rank == src:
             self.send(_Tensors(snapshot(tensors)), tag=tag)
@@ -103,11 +102,11 @@ class CoordinatorBroadcaster:
         """Untagged calls are refused until every rank has been told."""
         self._ask("break_broadcasts", reason)
 
-    def send(self, obj: object, *, references: Sequence[ray.ObjectRef] = (), tag: str | None = None) -> None:
+    def send(self, obj: object, *, references: Sequence[Ref] = (), tag: str | None = None) -> None:
         """As the source: publish `obj`, and with it references to objects in Ray's store."""
         self._ask("publish", self._rank, tag, Parcel(cloudpickle.dumps(obj), tuple(references)))
 
-    def receive(self, src: int, *, tag: str | None = None) -> tuple[object, tuple[ray.ObjectRef, ...]]:
+    def receive(self, src: int, *, tag: str | None = None) -> tuple[object, tuple[Ref, ...]]:
         """What `src` sent: object and references. Raises `BroadcastAborted`, or `DeadlineError`.
 
         Asks again and again, because the coordinator answers `Pending` rather than keep a thread for one rank.
@@ -116,8 +115,8 @@ class CoordinatorBroadcaster:
         taking: Tag | None = None
         while True:
             wait_s = max(0.0, min(_POLL_S, deadline - time.monotonic()))
-            taking, result = self._ask("take", self._rank, src, tag, taking, wait_s)  # type: ignore[misc]
-            assert taking is not None
+            answer: tuple[Tag, TakeResult] = self._ask("take", self._rank, src, tag, taking, wait_s)  # type: ignore[assignment]
+            taking, result = answer
             if isinstance(result, Payload):
                 parcel = result.value
                 assert isinstance(parcel, Parcel)
@@ -164,7 +163,7 @@ class ClusterChannel:
         shard, path = self._rank.shard, self._rank.arena_path
         if shard is None or path is None:
             raise BroadcastError("only the first rank, which holds the chunks, can send them")
-        references = []
+        references: list[Ref] = []
         if self._has_other_nodes and load.refs:
             data, present = export_chunks(ArenaSource(shard.slots), load.refs, self._rank.layout.slot_nbytes)
             references.append(ray.put(ChunkPayload(data, pack_flags(present))))
@@ -185,7 +184,7 @@ class ClusterChannel:
             raise BroadcastAborted(f"rank {FIRST_RANK} sent {type(message).__name__} where a load plan was due")
         return ReceivedLoad(message.load, self._source_of(message, references))
 
-    def _source_of(self, message: _FirstRankLoad, references: Sequence[ray.ObjectRef]) -> ChunkSource:
+    def _source_of(self, message: _FirstRankLoad, references: Sequence[Ref]) -> ChunkSource:
         """A source that cannot be reached holds no chunk: a miss."""
         nothing = PayloadSource(np.empty((0, 0), dtype=np.uint8), [False] * len(message.load.refs))
         if not message.load.refs:

@@ -69,7 +69,7 @@ def _add_replay(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     world.add_argument("--use-mla", action="store_true", help="one copy of the KV, held by rank 0")
     world.add_argument("--policy", default="lru", metavar="NAME", help="lru, lfu or fifo (lru)")
     world.add_argument(
-        "--capacity-blocks", type=_at_least(0), default=0, metavar="N", help="blocks the cache holds; 0: all of them (0)"
+        "--capacity-blocks", type=_at_least(0), default=0, metavar="N", help="blocks the cache holds; 0: all (0)"
     )
     world.add_argument(
         "--kvcache-shape-spec",
@@ -87,7 +87,7 @@ def _add_up(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
         "configuration can be given too, as --chunk-size 512.",
     )
     _add_identity(command)
-    command.add_argument("--config", metavar="FILE", help="YAML configuration; LMCACHE_* variables and flags win over it")
+    command.add_argument("--config", metavar="FILE", help="YAML configuration; LMCACHE_* variables and flags win")
     command.add_argument("--model-name", default="model", help="goes into every chunk key (model)")
     command.add_argument("--world-size", type=_at_least(1), default=2, metavar="N", help="ranks (2)")
     command.add_argument("--ranks-per-node", type=_counts, metavar="A,B", help="ranks on each node, as 3,1")

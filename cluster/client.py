@@ -296,7 +296,7 @@ class CacheCluster:
             return False
 
     def check_integrity(self) -> None:
-        """Raise `IntegrityError` if the index, or a rank's arena, contradicts itself. Meaningful while nobody writes."""
+        """Raise `IntegrityError` if the index or an arena contradicts itself. Meaningful while nobody writes."""
         self._link.ask("check_integrity")
         for rank, worker in enumerate(self._link.workers):
             wait_for_rank(
@@ -330,7 +330,10 @@ class CacheCluster:
     def _check_native(self) -> None:
         self._link.check_open()
         if ray.util.client.ray.is_connected():
-            raise ClusterError("put and get move bytes, which a Ray Client connection (ray://) is not fit for: run the driver on a node of the cluster, for example as a Ray job")
+            raise ClusterError(
+                "put and get move bytes, which a Ray Client connection (ray://) is not fit for: run the driver on a "
+                "node of the cluster, for example as a Ray job"
+            )
 
 
 def _single(results: "Sequence[Result | Exception]") -> Result:

@@ -156,7 +156,9 @@ def _num_blocks(requests: Sequence[TraceRequest], groups: Sequence[LayerGroupSpe
 
 
 def _elements_per_token(group: LayerGroupSpec) -> int:
-    layers, kv_size, _, heads, head_size = group.shape if len(group.shape) == 5 else (*group.shape[:1], 1, 0, 1, group.shape[-1])
+    if len(group.shape) == 3:  # MLA: (layers, blocks, size)
+        return group.shape[0] * group.shape[2]
+    layers, kv_size, _, heads, head_size = group.shape
     return layers * kv_size * heads * head_size
 
 

@@ -12,7 +12,6 @@ import uuid
 from collections.abc import Sequence
 
 import ray
-from ray.actor import ActorHandle
 
 from lmcache_ray.broadcast.exchange import Exchange
 from lmcache_ray.broadcast.log import Tag, TakeResult
@@ -40,6 +39,7 @@ from .messages import (
 )
 from .open_plans import OpenPlans
 from .rank_calls import RankCalls
+from .ray_calls import Actor
 from .world import ClusterStatus, TierStatus, WorldSpec, rank_status
 
 _HOUSEKEEPING_S = 0.5
@@ -77,7 +77,7 @@ class Coordinator:
         return self._epoch
 
     @ray.method(concurrency_group="control")
-    def adopt(self, hellos: Sequence[RankHello], workers: Sequence[ActorHandle]) -> None:
+    def adopt(self, hellos: Sequence[RankHello], workers: Sequence[Actor]) -> None:
         """Take the started ranks in, and watch them from now on."""
         self._calls.adopt(workers)
         for hello in hellos:
@@ -110,7 +110,7 @@ class Coordinator:
         )
 
     @ray.method(concurrency_group="control")
-    def workers(self) -> list[ActorHandle]:
+    def workers(self) -> list[Actor]:
         """The ranks' actor handles, in rank order."""
         return self._calls.workers
 
@@ -133,9 +133,7 @@ class Coordinator:
     @ray.method(concurrency_group="control")
     def unregister_client(self, client_id: str) -> None:
         """It has ended: its leases end too."""
-        self._clients.pop(client_id, None)
-        with self._service.at_now() as (index, _):
-            index.drop_client(client_id)
+        self._forget_client(client_id)
 
     @ray.method(concurrency_group="control")
     def stop(self) -> None:
@@ -275,7 +273,12 @@ class Coordinator:
             if client.liveness_path is None or witness is None:
                 continue  # nobody can tell: its leases end by time
             if self._calls.is_client_dead(witness, client.liveness_path):
-                self.unregister_client(client.client_id)
+                self._forget_client(client.client_id)
+
+    def _forget_client(self, client_id: str) -> None:
+        self._clients.pop(client_id, None)
+        with self._service.at_now() as (index, _):
+            index.drop_client(client_id)
 
     def _settle(self) -> None:
         """Free quarantined slots that nobody can be writing any more, one rank after the other."""

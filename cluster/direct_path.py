@@ -31,7 +31,7 @@ from .messages import (
     unpack_flags,
     unpack_numbers,
 )
-from .ray_calls import wait_for_rank
+from .ray_calls import Ref, wait_for_rank
 from .requests import CheckedSpan, Request, check_span
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class DirectPath:
             except RankUnavailableError:
                 continue  # it may still be writing: the coordinator settles that
 
-    def _payload(self, rank: int, write: "_Write") -> ray.ObjectRef:
+    def _payload(self, rank: int, write: "_Write") -> Ref:
         data = np.zeros((len(write.refs), self._link.world.layout.ranks[rank].slot_nbytes), dtype=np.uint8)
         for chunk, rows in zip(data, write.rows, strict=True):
             write.item.connectors[rank].gather(chunk, rows)
@@ -189,7 +189,7 @@ class DirectPath:
         layout = self._link.world.layout
         if len(shards) != len(layout.holders):
             raise InvalidRequestError(
-                f"shards must have one list of tensors for each of {len(layout.holders)} holder ranks; got {len(shards)}"
+                f"shards must be one list of tensors for each of {len(layout.holders)} holder ranks; got {len(shards)}"
             )
         return {
             rank: DenseConnector(layout.ranks[rank], tensors, num_rows, name=f"shards[{rank}]")

@@ -3,6 +3,7 @@
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
@@ -40,14 +41,16 @@ def layer_groups_of(layout: RankLayout, num_blocks: int) -> list[LayerGroupSpec]
 
 
 def make_kv_caches(spec: KVSpec, metadata: LMCacheMetadata, layout: RankLayout) -> list[torch.Tensor]:
-    """The rank's paged KV. Raises `ConfigError` if the named function is not there, `LayoutError` if it does not fit."""
+    """The rank's paged KV. Raises `ConfigError` if there is no such function, `LayoutError` if its KV does not fit."""
     if spec.source is None:
         caches = allocate_kv_caches(
             layout, num_blocks=[spec.num_blocks] * len(layout.groups), block_size=spec.block_size
         )
         fill_fixed_pattern(layout, caches)
         return caches
-    source = resolve_function(spec.source, what="kv_source") if isinstance(spec.source, str) else spec.source
+    source = spec.source
+    if isinstance(source, str):
+        source = cast(KVSource, resolve_function(source, what="kv_source"))
     caches = list(source(metadata, layer_groups_of(layout, spec.num_blocks), spec.num_blocks))
     PagedConnector(layout, caches)  # refuses what does not fit the layout
     return caches

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import ray
-from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -20,6 +19,7 @@ from .coordinator import Coordinator
 from .deadline import Deadline
 from .kv_source import KVSpec
 from .probe import NodeNeeds, choose_env_vars, probe_nodes
+from .ray_calls import Actor, Ref
 from .topology import Topology, spread
 from .worker import RankWorker
 from .world import WorldSpec, cluster_prefix, coordinator_name, rank_name
@@ -44,8 +44,8 @@ class LaunchPlan:
 class ClusterActors:
     """The processes of a cluster; `workers` in rank order."""
 
-    coordinator: ActorHandle
-    workers: list[ActorHandle]
+    coordinator: Actor
+    workers: list[Actor]
 
 
 def place_ranks(
@@ -94,7 +94,7 @@ def launch(plan: LaunchPlan) -> ClusterActors:
     return actors
 
 
-def find(name: str, namespace: str) -> ActorHandle | None:
+def find(name: str, namespace: str) -> Actor | None:
     """The coordinator of a cluster that lives, or None."""
     try:
         coordinator = ray.get_actor(coordinator_name(name), namespace=namespace)
@@ -163,10 +163,11 @@ def _create(plan: LaunchPlan, env_vars: Mapping[str, str]) -> ClusterActors:
         "runtime_env": {"env_vars": dict(env_vars)} if env_vars else None,
     }
     size = world.layout.world_size
-    coordinator_class = ray.remote(concurrency_groups={"control": 4, "index": 8, "broadcast": 2 * size + 2})(
-        Coordinator
-    )
-    worker_class = ray.remote(concurrency_groups={"control": 4, "data": 4, "call": 4, "watch": 1})(RankWorker)
+    coordinator_threads = {"control": 4, "index": 8, "broadcast": 2 * size + 2}
+    worker_threads = {"control": 4, "data": 4, "call": 4, "watch": 1}
+    # Ray's types know concurrency_groups as an option only, where it is not taken.
+    coordinator_class = ray.remote(concurrency_groups=coordinator_threads)(Coordinator)  # type: ignore[call-overload]
+    worker_class = ray.remote(concurrency_groups=worker_threads)(RankWorker)  # type: ignore[call-overload]
     try:
         coordinator = coordinator_class.options(
             **common,
@@ -174,7 +175,7 @@ def _create(plan: LaunchPlan, env_vars: Mapping[str, str]) -> ClusterActors:
             scheduling_strategy=NodeAffinitySchedulingStrategy(plan.node_ids[0], soft=True),
         ).remote(world, _FIRST_EPOCH)
     except ValueError as error:
-        raise ClusterExistsError(f"a cluster {world.name!r} is being started in {world.namespace!r}: {error}") from error
+        raise ClusterExistsError(f"cluster {world.name!r} is being started in {world.namespace!r}: {error}") from error
     actors = ClusterActors(coordinator, [])
     try:
         for rank, node_id in enumerate(plan.node_ids):
@@ -209,7 +210,7 @@ def _start(plan: LaunchPlan, actors: ClusterActors, deadline: Deadline) -> None:
 
 
 def _gather(
-    references: Sequence[ray.ObjectRef], deadline: Deadline, plan: LaunchPlan, failure: str
+    references: Sequence[Ref], deadline: Deadline, plan: LaunchPlan, failure: str
 ) -> list[object]:
     results = []
     for rank, reference in enumerate(references):

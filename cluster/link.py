@@ -8,29 +8,31 @@ import itertools
 import os
 import uuid
 from collections.abc import Sequence
+from typing import Any, Final
 
 import ray
-from ray.actor import ActorHandle
 
 from lmcache_ray.arena.liveness import LivenessFile
 from lmcache_ray.errors import ClosedError, LMCacheRayError
 
 from .messages import ClientHello, RankHello
-from .ray_calls import wait_for
+from .ray_calls import Actor, wait_for
 from .world import WorldSpec
+
+_FIRST_S: Final = 30.0  # the world, which has a deadline of its own, is not known before the first answer
 
 
 class ClusterLink:
     """Handles and facts that do not change while the link is open. Thread-safe."""
 
-    def __init__(self, coordinator: ActorHandle) -> None:
+    def __init__(self, coordinator: Actor) -> None:
         self.coordinator = coordinator
         self.client_id = f"client-{os.getpid()}-{uuid.uuid4().hex[:12]}"
         self._closed = False
         self._numbers = itertools.count()
-        self.world = self._first("world", WorldSpec)
-        self.workers: list[ActorHandle] = self._first("workers", list)
-        self.hellos: list[RankHello] = self._first("hellos", list)
+        self.world: WorldSpec = self._first("world")
+        self.workers: list[Actor] = self._first("workers")
+        self.hellos: list[RankHello] = self._first("hellos")
         self.hasher = self.world.hasher()
         self.node_id: str = ray.get_runtime_context().get_node_id()
         self._liveness = self._make_liveness()
@@ -77,10 +79,8 @@ class ClusterLink:
             if self._liveness is not None:
                 self._liveness.close()
 
-    def _first(self, method: str, kind: type) -> "object":
-        value = wait_for(getattr(self.coordinator, method).remote(), timeout_s=30.0, what="the coordinator")
-        assert isinstance(value, kind)
-        return value
+    def _first(self, method: str) -> "Any":  # the coordinator's answer, of the type its method says
+        return wait_for(getattr(self.coordinator, method).remote(), timeout_s=_FIRST_S, what="the coordinator")
 
     def _make_liveness(self) -> LivenessFile | None:
         if not self.ranks_here():

@@ -226,7 +226,7 @@ class StoreTask:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """A flag byte per chunk: of each load task whether the rows are good, of each store task whether it is committed."""
+    """A flag byte per chunk: whether its rows are good (load tasks), whether it is committed (store tasks)."""
 
     loaded: list[bytes]
     stored: list[bytes]

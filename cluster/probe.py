@@ -96,7 +96,7 @@ def _make_probe() -> Callable[..., tuple[str, str]]:
                 module = importlib.import_module(package)
             except ImportError as error:
                 return "foreign", f"cannot import the package {package!r} ({error}): {remedy}"
-            where = getattr(module, "__file__", None) or list(getattr(module, "__path__", ["?"]))[0]
+            where = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ["?"])))
             found = getattr(module, "__lmcache_ray_version__", None)
             if found is None:
                 return "foreign", f"imports a package {package!r} that is not lmcache_ray's, from {where}: {remedy}"

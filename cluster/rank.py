@@ -41,7 +41,7 @@ class RankSetup:
 
 
 class Rank:
-    """One rank of a cluster. A holder owns an arena; every rank has paged KV and can load from any arena of its node."""
+    """One rank. A holder owns an arena; every rank has paged KV and can load from any arena of its node."""
 
     def __init__(self, world: WorldSpec, setup: RankSetup) -> None:
         self.world = world

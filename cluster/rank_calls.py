@@ -7,12 +7,12 @@ answer, not an exception: whether it is dead is for the watch to say.
 from collections.abc import Sequence
 
 import ray
-from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from lmcache_ray.index.plans import ChunkRef
 
 from .messages import PackedRefs
+from .ray_calls import Actor, Ref
 
 
 class RankCalls:
@@ -20,15 +20,15 @@ class RankCalls:
 
     def __init__(self, *, call_timeout_s: float) -> None:
         self._call_timeout_s = call_timeout_s
-        self._workers: list[ActorHandle] = []
-        self._watches: dict[ray.ObjectRef, int] = {}
+        self._workers: list[Actor] = []
+        self._watches: dict[Ref, int] = {}
 
     @property
-    def workers(self) -> list[ActorHandle]:
+    def workers(self) -> list[Actor]:
         """The adopted ranks' handles, in rank order."""
         return self._workers
 
-    def adopt(self, workers: Sequence[ActorHandle]) -> None:
+    def adopt(self, workers: Sequence[Actor]) -> None:
         """Begin to watch: each rank answers `until_stopped` only by ending."""
         self._workers = list(workers)
         self._watches = {worker.until_stopped.remote(): rank for rank, worker in enumerate(workers)}
@@ -61,7 +61,7 @@ class RankCalls:
             return None
 
 
-def _reason_of(watch: ray.ObjectRef) -> str:
+def _reason_of(watch: Ref) -> str:
     try:
         ray.get(watch, timeout=0)
         return "it was stopped"

@@ -14,7 +14,7 @@ from .world import WorldSpec
 
 
 def rank_metadata(world: WorldSpec, place: RankPlace, num_blocks: int) -> LMCacheMetadata:
-    """Global and local ids from `place`, layer groups from the rank's own layout (its layers keep the model's numbers)."""
+    """Ids from `place`, layer groups from the rank's own layout (its layers keep the model's numbers)."""
     layout = world.layout.ranks[place.worker_id]
     groups = [
         KVLayerGroupInfo(

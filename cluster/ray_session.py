@@ -40,15 +40,18 @@ def open_session(namespace: str, *, num_nodes: int = 1) -> RaySession:
     if ray.is_initialized():
         return _existing(num_nodes)
     if os.environ.get("RAY_ADDRESS"):
-        _quiet_init(namespace=namespace)
+        _connect(namespace, os.environ["RAY_ADDRESS"])
         return RaySession(owns_ray=True) if num_nodes == 1 else _existing(num_nodes)
     if num_nodes == 1:
-        _quiet_init(
+        _be_quiet()
+        ray.init(
             address="local",
             namespace=namespace,
             include_dashboard=False,
             num_cpus=_NODE_CPUS,
             object_store_memory=_OBJECT_STORE_NBYTES,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
         )
         return RaySession(owns_ray=True)
     return _simulate(namespace, num_nodes)
@@ -62,7 +65,7 @@ def join_session(namespace: str) -> RaySession:
     if ray.is_initialized():
         return RaySession(owns_ray=False)
     try:
-        _quiet_init(address=os.environ.get("RAY_ADDRESS") or "auto", namespace=namespace)
+        _connect(namespace, os.environ.get("RAY_ADDRESS") or "auto")
     except ConnectionError as error:
         raise ClusterError(
             "no running Ray was found: start one with `ray start --head`, or set RAY_ADDRESS to one"
@@ -88,13 +91,13 @@ def _existing(num_nodes: int) -> RaySession:
 def _simulate(namespace: str, num_nodes: int) -> RaySession:
     from ray.cluster_utils import Cluster
 
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    nodes = {"num_cpus": _NODE_CPUS, "object_store_memory": _OBJECT_STORE_NBYTES}
-    simulated = Cluster(initialize_head=True, head_node_args={**nodes, "include_dashboard": False})
+    _be_quiet()
+    sizes = {"num_cpus": _NODE_CPUS, "object_store_memory": _OBJECT_STORE_NBYTES}
+    simulated = Cluster(initialize_head=True, head_node_args={**sizes, "include_dashboard": False})
     try:
         for _ in range(num_nodes - 1):
-            simulated.add_node(**nodes)
-        _quiet_init(address=simulated.address, namespace=namespace)
+            simulated.add_node(num_cpus=_NODE_CPUS, object_store_memory=_OBJECT_STORE_NBYTES)
+        _connect(namespace, simulated.address)
         simulated.wait_for_nodes()
     except BaseException:
         simulated.shutdown()
@@ -102,6 +105,11 @@ def _simulate(namespace: str, num_nodes: int) -> RaySession:
     return RaySession(owns_ray=True, simulated=simulated)
 
 
-def _quiet_init(**arguments: object) -> None:
+def _connect(namespace: str, address: str) -> None:
+    _be_quiet()
+    ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
+
+
+def _be_quiet() -> None:
+    """No usage statistics unless the user asked for them: Ray reads this when it starts."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ray.init(log_to_driver=False, logging_level=logging.ERROR, configure_logging=True, **arguments)

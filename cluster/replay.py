@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-import ray
-
 from lmcache_ray.errors import ClusterError, WorkloadError
 from lmcache_ray.layout import Placement
 
@@ -29,7 +27,7 @@ from .messages import (
     pack_numbers,
     unpack_numbers,
 )
-from .ray_calls import wait_for_rank
+from .ray_calls import Ref, wait_for_rank
 from .replay_rank import ReplayResult, ReplayWindow
 from .report import Latencies, ReplayReport
 from .workload import BLOCK_SIZE, TraceRequest, prompt_tokens
@@ -130,7 +128,7 @@ class _Replay:
             part.append(prompt)
         return part
 
-    def _send(self, plans: Sequence[tuple[PlannedLoad, PlannedStore]]) -> dict[int, ray.ObjectRef]:
+    def _send(self, plans: Sequence[tuple[PlannedLoad, PlannedStore]]) -> dict[int, Ref]:
         """One message to each rank; every request has KV rows of its own."""
         window = _as_window(plans, self._verify)
         link, layout = self._link, self._link.world.layout
@@ -148,7 +146,7 @@ class _Replay:
     def _finish(
         self,
         plans: Sequence[tuple[PlannedLoad, PlannedStore]],
-        calls: dict[int, ray.ObjectRef],
+        calls: dict[int, Ref],
         leases: Sequence[str],
     ) -> None:
         """Take the ranks' answers, report them, and release the window's leases."""
@@ -246,8 +244,8 @@ def _check_fit(link: ClusterLink, requests: Sequence[TraceRequest], window: int)
     longest = max((len(request.hash_ids) for request in requests), default=0) * BLOCK_SIZE
     if longest > link.num_kv_rows:
         raise ClusterError(
-            f"the longest prompt has {longest} tokens; the ranks of cluster {link.world.name!r} have {link.num_kv_rows} KV "
-            "rows: start it with more num_blocks"
+            f"the longest prompt has {longest} tokens; {link.world.name!r} has {link.num_kv_rows} KV rows per rank: "
+            "start it with more num_blocks"
         )
 
 

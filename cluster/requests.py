@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One item of a batch. `store` and `retrieve` need `slot_mapping`, `put` needs `shards`; `start` is for put and get.
+    """One item of a batch. store and retrieve need `slot_mapping`, put needs `shards`; `start` is for put and get.
 
     `req_id` names the request whose pinned lookup a retrieve belongs to.
     """
@@ -64,6 +64,8 @@ def check_rows(hasher: ChunkHasher, request: Request, *, num_kv_rows: int, align
     """Raises `InvalidRequestError` naming the argument at fault; `aligned` as for `masked_start`."""
     prompt = prompt_of(hasher, request.tokens, request.request_configs)
     start = masked_start(request.mask, prompt.num_tokens, hasher.chunk_size, aligned=aligned)
+    if request.slot_mapping is None:
+        raise InvalidRequestError("slot_mapping is missing: one KV row per token is needed")
     rows = checked_slot_mapping(request.slot_mapping, num_tokens=prompt.num_tokens, num_slots=num_kv_rows)
     return CheckedRows(prompt, start, rows)
 
@@ -72,7 +74,7 @@ def check_span(hasher: ChunkHasher, request: Request, *, aligned: bool) -> Check
     """Raises `InvalidRequestError` if `start` is outside the prompt or, `aligned`, inside a chunk."""
     prompt = prompt_of(hasher, request.tokens, request.request_configs)
     start = request.start
-    if isinstance(start, bool) or not isinstance(start, int) or not 0 <= start <= prompt.num_tokens:
+    if type(start) is not int or not 0 <= start <= prompt.num_tokens:
         raise InvalidRequestError(f"start must be within 0 to {prompt.num_tokens} (the prompt); got {start!r}")
     if aligned and start % hasher.chunk_size:
         raise InvalidRequestError(f"start must be a multiple of chunk_size {hasher.chunk_size}; got {start}")

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import numpy as np
-import ray
 
 from lmcache_ray.errors import LMCacheRayError, RankDiedError, RankUnavailableError
 from lmcache_ray.layout import Placement
@@ -32,7 +31,7 @@ from .messages import (
     unpack_flags,
     unpack_numbers,
 )
-from .ray_calls import wait_for_rank
+from .ray_calls import Ref, wait_for_rank
 from .requests import CheckedRows, Request, check_rows
 
 Item = TypeVar("Item")
@@ -122,7 +121,7 @@ def _retrieve_batch(link: ClusterLink, items: Sequence[CheckedRows]) -> list[np.
     results = [np.zeros(item.prompt.num_tokens, dtype=bool) for item in items]
     try:
         if loading:
-            _load_into(link, *([column[index] for index in loading] for column in (items, planned, results)))
+            _load_into(link, [(items[index], planned[index], results[index]) for index in loading])
     finally:
         pinned = [lease for lease, plan in zip(leases, planned, strict=True) if len(plan.refs)]
         if pinned:
@@ -135,14 +134,12 @@ def _is_wanted(link: ClusterLink, item: CheckedRows, plan: PlannedLoad) -> bool:
     return num_tokens > 0 and num_tokens >= link.world.min_retrieve_tokens
 
 
-def _load_into(
-    link: ClusterLink, items: Sequence[CheckedRows], planned: Sequence[PlannedLoad], results: Sequence[np.ndarray]
-) -> None:
-    """Carry planned loads out on every rank and mark in `results` the rows that are good on all of them."""
-    tasks = [_load_task(item, plan) for item, plan in zip(items, planned, strict=True)]
+def _load_into(link: ClusterLink, loads: Sequence[tuple[CheckedRows, PlannedLoad, np.ndarray]]) -> None:
+    """Carry planned loads out on every rank and mark in each result the rows that are good on all of them."""
+    tasks = [_load_task(item, plan) for item, plan, _ in loads]
     ranks = range(link.world.layout.world_size)
     flags, failure = _fan_out(link, ranks, tasks, [], _FirstRankSource(link) if _is_first_rank(link) else None)
-    for at, (item, plan, result) in enumerate(zip(items, planned, results, strict=True)):
+    for at, (item, plan, result) in enumerate(loads):
         num_good = min(leading(unpack_flags(flags[rank].loaded[at])) if rank in flags else 0 for rank in ranks)
         result[item.start : max(item.start, item.prompt.tokens_in(plan.start + num_good))] = True
     if failure is not None:
@@ -160,14 +157,14 @@ def _is_first_rank(link: ClusterLink) -> bool:
 
 
 class _FirstRankSource:
-    """Where each rank of a first-rank world reads rank 0's chunks: its arena on the same node, one transfer a node else."""
+    """Where each rank of a first-rank world reads rank 0's chunks: its arena on its node, one transfer a node else."""
 
     def __init__(self, link: ClusterLink) -> None:
         self._link = link
         self._first = link.hellos[0]
-        self._payload: ray.ObjectRef | None = None
+        self._payload: Ref | None = None
 
-    def for_rank(self, rank: int, tasks: Sequence[LoadTask]) -> tuple[list[LoadTask], ray.ObjectRef | None]:
+    def for_rank(self, rank: int, tasks: Sequence[LoadTask]) -> tuple[list[LoadTask], Ref | None]:
         """The tasks as this rank must do them, and the payload they need."""
         if self._link.hellos[rank].node_id == self._first.node_id:
             path = self._first.arena_path

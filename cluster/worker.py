@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Sequence
 
 import ray
-from ray.actor import ActorHandle
 
 from lmcache_ray.connector.paged import PagedConnector
 from lmcache_ray.engine import EngineParts, LMCacheEngine
@@ -22,6 +21,7 @@ from .kv_source import KVSpec, make_kv_caches, resolve_function
 from .messages import LoadTask, PackedRefs, Payload, RankHello, StepResult, StoreTask
 from .rank import Rank, RankSetup
 from .rank_metadata import rank_metadata
+from .ray_calls import Actor
 from .topology import RankPlace
 from .world import WorldSpec
 
@@ -59,7 +59,7 @@ class RankWorker:
         return ray.get_runtime_context().get_node_id()
 
     @ray.method(concurrency_group="control")
-    def start(self, place: RankPlace, coordinator: ActorHandle) -> RankHello:
+    def start(self, place: RankPlace, coordinator: Actor) -> RankHello:
         """Make the rank: metadata, paged KV, arena, engine."""
         layout = self._world.layout.ranks[self._worker_id]
         metadata = rank_metadata(self._world, place, self._kv.num_blocks)
@@ -83,7 +83,9 @@ class RankWorker:
     # -- data ---------------------------------------------------------------------------------------------------------
 
     @ray.method(concurrency_group="data")
-    def step(self, loads: Sequence[LoadTask], stores: Sequence[StoreTask], payload: Payload | None = None) -> StepResult:
+    def step(
+        self, loads: Sequence[LoadTask], stores: Sequence[StoreTask], payload: Payload | None = None
+    ) -> StepResult:
         """See `Rank.step`."""
         return self._started().step(loads, stores, payload)
 
@@ -144,23 +146,26 @@ class RankWorker:
     @ray.method(concurrency_group="control")
     def stop(self) -> None:
         """Give the arena back and remove its file. Idempotent."""
+        self._close()
+
+    def __ray_shutdown__(self) -> None:
+        self._close()
+
+    # -- parts --------------------------------------------------------------------------------------------------------
+
+    def _close(self) -> None:
         self._stopped.set()
         if self._context is not None:
             self._context.engine.close()
         if self._rank is not None:
             self._rank.close()
 
-    def __ray_shutdown__(self) -> None:
-        self.stop()
-
-    # -- parts --------------------------------------------------------------------------------------------------------
-
     def _started(self) -> Rank:
         if self._rank is None:
             raise RuntimeError(f"rank {self._worker_id} has not been started")
         return self._rank
 
-    def _make_engine(self, rank: Rank, coordinator: ActorHandle) -> LMCacheEngine:
+    def _make_engine(self, rank: Rank, coordinator: Actor) -> LMCacheEngine:
         world, client = self._world, f"rank{self._worker_id}"
         channel = None
         if world.layout.placement is Placement.FIRST_RANK and world.layout.world_size > 1:
@@ -168,7 +173,8 @@ class RankWorker:
             broadcaster = CoordinatorBroadcaster(
                 self._worker_id, world.layout.world_size, coordinator, timeout_s=world.call_timeout_s
             )
-            channel = ClusterChannel(broadcaster, rank, has_other_nodes=place.local_world_size < world.layout.world_size)
+            has_other_nodes = place.local_world_size < world.layout.world_size
+            channel = ClusterChannel(broadcaster, rank, has_other_nodes=has_other_nodes)
         return LMCacheEngine(
             EngineParts(
                 metadata=rank.metadata,

@@ -40,7 +40,10 @@ def world_spec(
     else:
         layout = _uniform_layout(config, model_name, layer_groups, kv_shape, kv_dtype, world_size, use_mla)
     named = config.copy()
-    named.update({"cluster_name": name or config.cluster_name, "cluster_namespace": namespace or config.cluster_namespace})
+    if name is not None:
+        named.update({"cluster_name": name})
+    if namespace is not None:
+        named.update({"cluster_namespace": namespace})
     return WorldSpec(
         namespace=named.cluster_namespace,
         name=named.cluster_name,
@@ -70,7 +73,7 @@ def kv_spec(
         shape = layer_groups[0].shape if layer_groups else ()
         num_blocks = shape[-3] if len(shape) in (3, 5) else _DEFAULT_NUM_BLOCKS
         num_blocks = shape[1] if len(shape) == 3 else num_blocks
-    if isinstance(num_blocks, bool) or not isinstance(num_blocks, int) or num_blocks < 1:
+    if type(num_blocks) is not int or num_blocks < 1:
         raise ConfigError(f"num_blocks must be a whole number, at least 1; got {num_blocks!r}")
     return KVSpec(kv_source, num_blocks, config.block_size)
 

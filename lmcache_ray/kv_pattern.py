@@ -41,7 +41,8 @@ def pattern_rows(
     mask = np.uint64(_FINITE_MASKS[dtype])
     row_words = fold64(layer, kv, rows.astype(np.uint64)) & mask
     places = word_streams(np.zeros(1, dtype=np.uint64), -(-row_nbytes // 8)) & mask
-    return (row_words[:, None] ^ places).view(np.uint8)[:, :row_nbytes]
+    pattern: NDArray[np.uint8] = (row_words[:, None] ^ places).view(np.uint8)
+    return pattern[:, :row_nbytes]
 
 
 def allocate_kv_caches(layout: RankLayout, *, num_blocks: Sequence[int], block_size: int) -> list[torch.Tensor]:

@@ -37,23 +37,26 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("standalone", ("lmcache_ray.standalone",)),
     ("cluster: values and pure machines", (
         "cluster.messages", "cluster.topology", "cluster.membership", "cluster.workload", "cluster.chat_workload",
-        "cluster.expected_bytes", "cluster.report", "cluster.world",
+        "cluster.expected_bytes", "cluster.report", "cluster.world", "cluster.requests",
     )),
-    ("cluster: shared by its processes", ("cluster.deadline", "cluster.open_plans", "cluster.broadcast_board")),
+    ("cluster: shared by its processes", ("cluster.deadline", "cluster.open_plans", "cluster.ray_calls")),
     ("cluster: one rank", ("cluster.rank", "cluster.rank_metadata", "cluster.kv_source")),
     ("cluster: calls to actors", ("cluster.rank_calls", "cluster.coordinator_index", "cluster.broadcaster")),
     ("cluster: actors", ("cluster.coordinator", "cluster.worker")),
-    ("cluster: placement", ("cluster.ray_session", "cluster.probe", "cluster.launch")),
+    ("cluster: placement", ("cluster.world_spec", "cluster.ray_session", "cluster.probe", "cluster.launch")),
+    ("cluster: data paths of a client", ("cluster.link", "cluster.lookups", "cluster.row_calls", "cluster.direct_path")),
     ("cluster: client", ("cluster.client",)),
-    ("cluster: commands", ("cluster.replay", "cluster.__main__")),
+    ("cluster: commands", (
+        "cluster.replay_rank", "cluster.replay", "cluster.tables", "cluster.cli", "cluster.commands", "cluster.__main__",
+    )),
 )
 
 PURE = (
     "lmcache_ray.index", "lmcache_ray.broadcast.log", "lmcache_ray.errors", "lmcache_ray.dtypes",
     "lmcache_ray.layout", "lmcache_ray.tokens", "lmcache_ray.chunking", "lmcache_ray.keys", "lmcache_ray.prompt",
-    "lmcache_ray.splitmix",
+    "lmcache_ray.splitmix", "lmcache_ray.connector.base",
     "cluster.messages", "cluster.topology", "cluster.membership", "cluster.workload", "cluster.chat_workload",
-    "cluster.expected_bytes", "cluster.report", "cluster.world",
+    "cluster.expected_bytes", "cluster.report", "cluster.world", "cluster.requests",
 )
 IMPURE_IMPORTS = frozenset((
     "asyncio", "concurrent", "ctypes", "datetime", "fcntl", "glob", "io", "logging", "mmap", "multiprocessing", "os",

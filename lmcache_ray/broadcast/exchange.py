@@ -86,7 +86,7 @@ class Exchange:
         raise self.give_up(tag, rank)
 
     def give_up(self, tag: Tag, rank: int) -> DeadlineError:
-        """`rank` will not wait for `tag` any longer: an untagged call breaks the session. Returns the error to raise."""
+        """`rank` waits for `tag` no longer: an untagged call breaks the session. Returns the error to raise."""
         message = f"rank {rank} waited {self.timeout_s:g} s for broadcast {described(tag)} from rank {tag.src}"
         if isinstance(tag, SessionTag):
             with self._change():
