@@ -5,9 +5,12 @@ Results go to stdout, progress and errors to stderr; with `--json` the last line
 
 import argparse
 import json
+import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
 from lmcache_ray.errors import LMCacheRayError
@@ -26,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     signal.signal(signal.SIGTERM, _exit_on_signal)
     try:
-        return _run(arguments, rest)
+        with _in_own_folder():
+            return _run(arguments, rest)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
@@ -52,6 +56,17 @@ def _run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     if arguments.json:
         print(json.dumps(outcome.as_json), flush=True)
     return outcome.exit_status
+
+
+@contextmanager
+def _in_own_folder() -> Iterator[None]:
+    """Ray puts a driver's current folder first on its workers' path: a `cluster` package there would win over ours."""
+    callers = os.getcwd()
+    os.chdir(Path(__file__).resolve().parent.parent)
+    try:
+        yield
+    finally:
+        os.chdir(callers)
 
 
 def _exit_on_signal(number: int, frame: FrameType | None) -> None:

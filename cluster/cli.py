@@ -1,6 +1,7 @@
 """The commands' arguments: every flag of `python -m cluster`, with what it means and what it is by default."""
 
 import argparse
+import os
 from collections.abc import Callable
 
 from lmcache_ray import __version__
@@ -55,7 +56,9 @@ def _add_replay(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         description=_REPLAY,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    command.add_argument("trace", nargs="?", metavar="TRACE", help="JSON-lines file; omit it for a generated chat")
+    command.add_argument(
+        "trace", nargs="?", type=os.path.abspath, metavar="TRACE", help="JSON-lines file; omit it for a generated chat"
+    )
     command.add_argument("--requests", type=_at_least(1), metavar="N", help="only the first N (chat: 300)")
     command.add_argument("--seed", type=_at_least(0), default=0, metavar="N", help="of the generated chat (0)")
     command.add_argument("--verify", action="store_true", help="compare every retrieved byte on every rank")
@@ -87,7 +90,12 @@ def _add_up(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
         "configuration can be given too, as --chunk-size 512.",
     )
     _add_identity(command)
-    command.add_argument("--config", metavar="FILE", help="YAML configuration; LMCACHE_* variables and flags win")
+    command.add_argument(
+        "--config",
+        type=os.path.abspath,
+        metavar="FILE",
+        help="YAML configuration; LMCACHE_* variables and flags win over it",
+    )
     command.add_argument("--model-name", default="model", help="goes into every chunk key (model)")
     command.add_argument("--world-size", type=_at_least(1), default=2, metavar="N", help="ranks (2)")
     command.add_argument("--ranks-per-node", type=_counts, metavar="A,B", help="ranks on each node, as 3,1")

@@ -5,6 +5,7 @@ an import error that names neither node nor remedy. The task that asks is theref
 nothing of ours until it has looked at what it would get.
 """
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +77,7 @@ def choose_env_vars(world: WorldSpec, node_ids: Sequence[str], deadline: Deadlin
         probe_nodes(world, needs, deadline, env_vars={})
         return {}
     except ForeignPackageError:
-        env_vars = {"PYTHONPATH": PACKAGE_ROOT}
+        env_vars = {"PYTHONPATH": f"{PACKAGE_ROOT}{os.pathsep}${{PYTHONPATH}}"}  # Ray puts the node's own in
         probe_nodes(world, needs, deadline, env_vars=env_vars)
         return env_vars
 
@@ -90,7 +91,10 @@ def _make_probe() -> Callable[..., tuple[str, str]]:
         import importlib
         import time
 
-        remedy = "install this project there, or remove the other package from the job's working_dir"
+        remedy = (
+            "install this project there, and keep other packages of that name out of the job's working_dir and of the "
+            "folder in which the driver is started"
+        )
         for package in ("lmcache_ray", "cluster"):
             try:
                 module = importlib.import_module(package)
