@@ -44,6 +44,8 @@ from .world import ClusterStatus, TierStatus, WorldSpec, rank_status
 
 _HOUSEKEEPING_S = 0.5
 _ROUNDS_BETWEEN_CLIENT_CHECKS = 10
+_NO_REFS = PackedRefs.pack(())
+_NO_STORE = PlannedStore(-1, _NO_REFS, b"", 0)
 
 
 class Coordinator:
@@ -155,7 +157,7 @@ class Coordinator:
     def prepare_loads(self, client: str, items: Sequence[LoadItem]) -> list[PlannedLoad]:
         """Pin what each prompt can load, and say where it lies."""
         if not self._membership.can_serve():
-            return [PlannedLoad(item.start, PackedRefs.pack(())) for item in items]
+            return [PlannedLoad(item.start, _NO_REFS) for item in items]
         return [
             _packed_load(
                 self._service.prepare_load(
@@ -171,15 +173,18 @@ class Coordinator:
 
         `direct`: the client process may write slots itself, so only its own word or its end settles them.
         """
-        planned = []
-        for item in items:
-            keys = unpack_keys(item.keys)
-            if not self._membership.can_serve():
-                planned.append(PlannedStore(-1, PackedRefs.pack(()), b"", 0))
-                continue
-            plan = self._service.prepare_store(keys, client=client, start=item.start, rank=item.rank)
-            planned.append(self._opened(plan, keys, client if direct else None))
-        return planned
+        if not self._membership.can_serve():
+            return [_NO_STORE] * len(items)
+        prompts = [unpack_keys(item.keys) for item in items]
+        plans = [
+            self._service.prepare_store(keys, client=client, start=item.start, rank=item.rank)
+            for keys, item in zip(prompts, items, strict=True)
+        ]
+        if any(plan.refs for plan in plans):  # else there is nothing to report
+            for keys, plan in zip(prompts, plans, strict=True):
+                if plan.num_ready < len(keys):
+                    self._plans.open(plan, keys, client if direct else None)
+        return [_packed_store(plan) for plan in plans]
 
     @ray.method(concurrency_group="index")
     def prepare_window(
@@ -191,36 +196,31 @@ class Coordinator:
         """
         keys = [unpack_keys(prompt) for prompt in prompts]
         if not self._membership.can_serve():
-            nothing = PackedRefs.pack(())
-            return [(PlannedLoad(0, nothing), PlannedStore(-1, nothing, b"", 0)) for _ in prompts]
+            return [(PlannedLoad(0, _NO_REFS), _NO_STORE)] * len(prompts)
         with self._service.at_now() as (index, now):
             plans = plan_window(index, keys, client=client, now=now, lease_ids=lease_ids)
-        return [
-            (_packed_load(load), self._opened(store, prompt_keys, None))
-            for (load, store), prompt_keys in zip(plans, keys, strict=False)
-        ]
+        for (_, store), prompt_keys in zip(plans, keys, strict=False):
+            if store.refs:
+                self._plans.open(store, prompt_keys, None)
+        return [(_packed_load(load), _packed_store(store)) for load, store in plans]
 
     @ray.method(concurrency_group="index")
     def complete(self, stores: Sequence[StoreDone], releases: Sequence[str] = ()) -> list[int]:
-        """Take acknowledgements in and end leases; answers, per store, its prompt's leading READY chunks."""
-        ready = []
+        """Take acknowledgements in and end leases; answers, per store, its prompt's leading READY chunks.
+
+        They are counted after all were taken in, since one prompt of a batch may end in chunks that another stored.
+        """
         for store in stores:
             acks = {rank: unpack_flags(flags) for rank, flags in store.flags.items()}
-            ready.append(self._service.complete_store(store.plan_id, self._plans.keys_of(store.plan_id), acks))
-            self._plans.close(store.plan_id)
+            self._service.acknowledge(store.plan_id, acks)
         if releases:
             self._service.release(releases)
-        return ready
+        return [self._service.num_ready(self._plans.close(store.plan_id)) for store in stores]
 
     @ray.method(concurrency_group="index")
     def clear(self, keys: bytes | None) -> ClearCounts:
         """Forget chunks (None: all) and free their slots on every holder."""
         return self._service.clear(None if keys is None else unpack_keys(keys))
-
-    def _opened(self, plan: StorePlan, keys: list[bytes], writer: str | None) -> PlannedStore:
-        if plan.refs:
-            self._plans.open(plan, keys, writer)
-        return PlannedStore(plan.plan_id, PackedRefs.pack(plan.refs), pack_numbers(plan.positions), plan.num_ready)
 
     # -- broadcast ----------------------------------------------------------------------------------------------------
 
@@ -300,3 +300,7 @@ class Coordinator:
 
 def _packed_load(plan: LoadPlan) -> PlannedLoad:
     return PlannedLoad(plan.start, PackedRefs.pack(plan.refs))
+
+
+def _packed_store(plan: StorePlan) -> PlannedStore:
+    return PlannedStore(plan.plan_id, PackedRefs.pack(plan.refs), pack_numbers(plan.positions), plan.num_ready)

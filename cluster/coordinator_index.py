@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from lmcache_ray.errors import DeadlineError
 from lmcache_ray.index.plans import LoadPlan, StorePlan
 from lmcache_ray.index_service import Acks, ClearCounts
 
@@ -22,16 +23,22 @@ from .ray_calls import Actor, wait_for
 class CoordinatorIndex:
     """The world's index through its coordinator."""
 
-    def __init__(self, coordinator: Actor, client: str, *, call_timeout_s: float) -> None:
+    def __init__(self, coordinator: Actor, client: str, *, call_timeout_s: float, lookup_timeout_s: float) -> None:
         self._coordinator = coordinator
         self._client = client
         self._timeout_s = call_timeout_s
+        self._lookup_timeout_s = lookup_timeout_s
 
     def lookup(self, keys: Sequence[bytes], lease_id: str | None) -> int:
-        """See `IndexClient.lookup`."""
-        count = self._ask_one("lookup", self._client, [LookupItem(pack_keys(keys), lease_id)])
-        assert isinstance(count, int)
-        return count
+        """See `IndexClient.lookup`; not answered in time is a miss."""
+        items = [LookupItem(pack_keys(keys), lease_id)]
+        reference = self._coordinator.lookup.remote(self._client, items)
+        try:
+            answers = wait_for(reference, timeout_s=self._lookup_timeout_s, what="the coordinator (lookup)")
+        except DeadlineError:
+            return 0
+        assert isinstance(answers, list)
+        return int(answers[0])
 
     def prepare_store(self, keys: Sequence[bytes], *, start: int, rank: int | None) -> StorePlan:
         """See `IndexClient.prepare_store`."""

@@ -17,6 +17,7 @@ from lmcache_ray.errors import ArenaError, InvalidRequestError, LMCacheRayError,
 from lmcache_ray.index.plans import ChunkRef
 from lmcache_ray.shard import ArenaSource, ChunkSource, EngineShard, PayloadSource, leading, read_chunks
 
+from .deadline import Deadline
 from .link import ClusterLink
 from .messages import (
     LoadItem,
@@ -24,7 +25,6 @@ from .messages import (
     Payload,
     PlannedLoad,
     PlannedStore,
-    StoreDone,
     StoreItem,
     pack_flags,
     pack_keys,
@@ -33,6 +33,7 @@ from .messages import (
 )
 from .ray_calls import Ref, wait_for_rank
 from .requests import CheckedSpan, Request, check_span
+from .row_calls import report_stores
 
 if TYPE_CHECKING:
     import torch
@@ -62,29 +63,27 @@ class DirectPath:
 
     def put(self, items: "Sequence[_CheckedPut]") -> list[int]:
         """Per item the leading tokens READY at return."""
-        link, chunk_size = self._link, self._link.hasher.chunk_size
+        link, chunk_size, deadline = self._link, self._link.hasher.chunk_size, self._link.deadline()
         wanted = [StoreItem(pack_keys(item.span.prompt.keys), item.span.start // chunk_size) for item in items]
         planned: list[PlannedStore] = link.ask("prepare_stores", link.client_id, wanted, True)  # type: ignore[assignment]
-        num_ready = [plan.num_ready for plan in planned]
         writes = {index: _Write(items[index], plan) for index, plan in enumerate(planned) if len(plan.refs)}
         flags: dict[int, dict[int, bytes]] = {index: {} for index in writes}
         failure: Exception | None = None
         try:
             for rank in link.world.layout.holders:
                 try:
-                    self._write_rank(rank, writes, flags)
+                    self._write_rank(rank, writes, flags, deadline)
                 except LMCacheRayError as error:
                     failure = failure or error
         finally:
-            done = [StoreDone(planned[index].plan_id, flags[index]) for index in writes]
-            counts: Sequence[int] = link.ask("complete", done) if done else []  # type: ignore[assignment]
+            num_ready = report_stores(link, [item.span for item in items], planned, flags, deadline)
         if failure is not None:
             raise failure
-        for index, count in zip(writes, counts, strict=True):
-            num_ready[index] = count
         return [item.span.prompt.tokens_in(count) for item, count in zip(items, num_ready, strict=True)]
 
-    def _write_rank(self, rank: int, writes: "Mapping[int, _Write]", flags: dict[int, dict[int, bytes]]) -> None:
+    def _write_rank(
+        self, rank: int, writes: "Mapping[int, _Write]", flags: dict[int, dict[int, bytes]], deadline: Deadline
+    ) -> None:
         """Write every item's chunks to one rank; what this process wrote or tried to write is always answered."""
         if self._is_here(rank):
             for index, write in writes.items():
@@ -100,7 +99,7 @@ class DirectPath:
         }
         for index, call in calls.items():
             try:
-                answer = wait_for_rank(call, timeout_s=self._link.world.call_timeout_s, rank=rank)
+                answer = wait_for_rank(call, timeout_s=deadline.remaining_s(), rank=rank)
                 assert isinstance(answer, bytes)
                 flags[index][rank] = answer
             except RankDiedError:
@@ -122,7 +121,7 @@ class DirectPath:
 
     def get(self, items: Sequence[CheckedSpan]) -> "list[tuple[int, list[list[torch.Tensor]]]]":
         """Per item the number of leading tokens delivered, and the shards' rows from `start` on."""
-        link, chunk_size = self._link, self._link.hasher.chunk_size
+        link, chunk_size, deadline = self._link, self._link.hasher.chunk_size, self._link.deadline()
         leases = [link.lease_id() for _ in items]
         wanted = [
             LoadItem(pack_keys(item.prompt.keys), item.start // chunk_size, (lease,))
@@ -130,13 +129,15 @@ class DirectPath:
         ]
         planned: list[PlannedLoad] = link.ask("prepare_loads", link.client_id, wanted)  # type: ignore[assignment]
         try:
-            return [self._read(item, plan) for item, plan in zip(items, planned, strict=True)]
+            return [self._read(item, plan, deadline) for item, plan in zip(items, planned, strict=True)]
         finally:
             pinned = [lease for lease, plan in zip(leases, planned, strict=True) if len(plan.refs)]
             if pinned:
-                link.ask("complete", [], pinned)
+                link.ask("complete", [], pinned, timeout_s=deadline.to_report_s())
 
-    def _read(self, item: CheckedSpan, plan: PlannedLoad) -> "tuple[int, list[list[torch.Tensor]]]":
+    def _read(
+        self, item: CheckedSpan, plan: PlannedLoad, deadline: Deadline
+    ) -> "tuple[int, list[list[torch.Tensor]]]":
         layout = self._link.world.layout
         refs = plan.refs.unpack()
         end = item.prompt.tokens_in(plan.start + len(refs)) if refs else 0
@@ -150,20 +151,20 @@ class DirectPath:
         for rank in layout.holders:
             shard = empty_shard(layout.ranks[rank], end - item.start)
             connector = DenseConnector(layout.ranks[rank], shard, end - item.start, name="shard")
-            source = self._source_of(rank, refs)
+            source = self._source_of(rank, refs, deadline)
             num_chunks = min(num_chunks, leading(read_chunks(source, refs, rows, connector, first_row=first_row)))
             shards.append(shard)
         num_tokens = max(item.start, item.prompt.tokens_in(plan.start + num_chunks))
         return num_tokens, [[tensor[:, :, : num_tokens - item.start] for tensor in shard] for shard in shards]
 
-    def _source_of(self, rank: int, refs: Sequence[ChunkRef]) -> ChunkSource:
+    def _source_of(self, rank: int, refs: Sequence[ChunkRef], deadline: Deadline) -> ChunkSource:
         """Where the rank's chunks are read: a rank that is out of reach has none."""
         nothing = PayloadSource(np.empty((len(refs), 0), dtype=np.uint8), [False] * len(refs))
         try:
             if self._is_here(rank):
                 return ArenaSource(self._shard_of(rank).slots)
             call = self._link.workers[rank].export.remote(PackedRefs.pack(refs))
-            payload = wait_for_rank(call, timeout_s=self._link.world.call_timeout_s, rank=rank)
+            payload = wait_for_rank(call, timeout_s=deadline.remaining_s(), rank=rank)
         except (ArenaError, RankUnavailableError):
             return nothing
         assert isinstance(payload, Payload)

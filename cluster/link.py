@@ -15,6 +15,7 @@ import ray
 from lmcache_ray.arena.liveness import LivenessFile
 from lmcache_ray.errors import ClosedError, LMCacheRayError
 
+from .deadline import Deadline
 from .messages import ClientHello, RankHello
 from .ray_calls import Actor, wait_for
 from .world import WorldSpec
@@ -52,6 +53,10 @@ class ClusterLink:
         timeout_s = self.world.call_timeout_s if timeout_s is None else timeout_s
         reference = getattr(self.coordinator, method).remote(*arguments)
         return wait_for(reference, timeout_s=timeout_s, what=f"the coordinator of cluster {self.world.name!r}")
+
+    def deadline(self) -> Deadline:
+        """The deadline of a call that begins now."""
+        return Deadline(self.world.call_timeout_s)
 
     def lease_id(self) -> str:
         """A lease id that nobody else uses."""

@@ -1,8 +1,11 @@
-"""Lookups of many prompts in one message to the coordinator."""
+"""Lookups of many prompts in one message to the coordinator.
+
+A lookup stands in the way of a request, so it has a deadline of its own: what is not answered by then is a miss.
+"""
 
 from collections.abc import Sequence
 
-from lmcache_ray.errors import LMCacheRayError
+from lmcache_ray.errors import DeadlineError, LMCacheRayError
 from lmcache_ray.index_service import LeaseNames
 from lmcache_ray.prompt import Prompt
 
@@ -27,7 +30,12 @@ def lookup_prompts(link: ClusterLink, wanted: Sequence[tuple[Request, str | None
             good.append((position, prompt, LookupItem(pack_keys(prompt.keys), lease_id)))
     for batch in batches([len(item.keys) for _, _, item in good]):
         part = [good[index] for index in batch]
-        counts = link.ask("lookup", link.client_id, [item for _, _, item in part])
+        try:
+            counts = link.ask(
+                "lookup", link.client_id, [item for _, _, item in part], timeout_s=link.world.lookup_timeout_s
+            )
+        except DeadlineError:
+            continue
         assert isinstance(counts, list)
         for (position, prompt, _), count in zip(part, counts, strict=True):
             results[position] = prompt.tokens_in(count)

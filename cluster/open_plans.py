@@ -1,4 +1,4 @@
-"""The coordinator's memory of store plans that are not finished: whose prompt each one is of, and who may write.
+"""The coordinator's memory of stores that were planned and not reported: of which prompt, and who may write.
 
 The index itself needs neither: prompts are kept here so that a completion can answer how much of one is READY now, and
 writers so that no slot is given away while a client process may still be writing to it.
@@ -36,18 +36,15 @@ class OpenPlans:
             if writer is not None:
                 self._writers.update(dict.fromkeys(generations, writer))
 
-    def keys_of(self, plan_id: int) -> Sequence[bytes]:
-        """The prompt's keys; none if the plan is unknown or forgotten."""
-        with self._lock:
-            plan = self._plans.get(plan_id)
-            return () if plan is None else plan.keys
-
-    def close(self, plan_id: int) -> None:
-        """The plan's caller has reported: neither it nor anyone for it writes any more."""
+    def close(self, plan_id: int) -> Sequence[bytes]:
+        """The plan's caller has reported: it writes no more. The prompt's keys; none if the plan is not known."""
         with self._lock:
             plan = self._plans.pop(plan_id, None)
-            for generation in plan.generations if plan is not None else ():
+            if plan is None:
+                return ()
+            for generation in plan.generations:
                 self._writers.pop(generation, None)
+            return plan.keys
 
     def writer_of(self, generation: int) -> str | None:
         """The client process that may be writing this generation."""

@@ -4,15 +4,17 @@ The number of actor messages decides the speed, so a batch is one message to the
 each rank for all its copies, and one to the coordinator for all its acknowledgements and releases.
 """
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeVar
 
 import numpy as np
 
 from lmcache_ray.errors import LMCacheRayError, RankDiedError, RankUnavailableError
 from lmcache_ray.layout import Placement
+from lmcache_ray.prompt import Prompt
 from lmcache_ray.shard import leading
 
+from .deadline import Deadline
 from .link import ClusterLink
 from .messages import (
     LoadItem,
@@ -33,6 +35,16 @@ from .messages import (
 )
 from .ray_calls import Ref, wait_for_rank
 from .requests import CheckedRows, Request, check_rows
+
+
+class HasPrompt(Protocol):
+    """A checked item of a batch."""
+
+    @property
+    def prompt(self) -> Prompt:
+        """Its prompt."""
+        ...
+
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -86,23 +98,39 @@ def each_item(
 
 
 def _store_batch(link: ClusterLink, items: Sequence[CheckedRows]) -> list[int]:
-    chunk_size = link.hasher.chunk_size
+    chunk_size, deadline = link.hasher.chunk_size, link.deadline()
     wanted = [StoreItem(pack_keys(item.prompt.keys), item.start // chunk_size) for item in items]
     planned: list[PlannedStore] = link.ask("prepare_stores", link.client_id, wanted)  # type: ignore[assignment]
-    open_plans = [index for index, plan in enumerate(planned) if len(plan.refs)]
-    tasks = [_store_task(items[index], planned[index]) for index in open_plans]
-    num_ready = [plan.num_ready for plan in planned]
-    if tasks:
-        flags, failure = _fan_out(link, link.world.layout.holders, [], tasks, None)
-        done = [
-            StoreDone(planned[index].plan_id, {rank: flags[rank].stored[at] for rank in flags})
-            for at, index in enumerate(open_plans)
-        ]
-        for index, count in zip(open_plans, link.ask("complete", done), strict=True):  # type: ignore[call-overload]
-            num_ready[index] = count
-        if failure is not None:
-            raise failure
+    writing = [index for index, plan in enumerate(planned) if len(plan.refs)]
+    flags: dict[int, dict[int, bytes]] = {}
+    failure: Exception | None = None
+    if writing:
+        tasks = [_store_task(items[index], planned[index]) for index in writing]
+        results, failure = _fan_out(link, link.world.layout.holders, [], tasks, None, deadline)
+        flags = {index: {rank: results[rank].stored[at] for rank in results} for at, index in enumerate(writing)}
+    num_ready = report_stores(link, items, planned, flags, deadline)
+    if failure is not None:
+        raise failure
     return [item.prompt.tokens_in(count) for item, count in zip(items, num_ready, strict=True)]
+
+
+def report_stores(
+    link: ClusterLink,
+    items: Sequence[HasPrompt],
+    planned: Sequence[PlannedStore],
+    flags: Mapping[int, Mapping[int, bytes]],
+    deadline: Deadline,
+) -> list[int]:
+    """Report a batch of stores; per item the leading READY chunks. `flags[item][rank]` are what was written."""
+    num_ready = [plan.num_ready for plan in planned]
+    # Without a write in this batch nothing has changed since it was planned.
+    unsettled = [index for index, count in enumerate(num_ready) if flags and count < len(items[index].prompt.keys)]
+    if unsettled:
+        done = [StoreDone(planned[index].plan_id, dict(flags.get(index, {}))) for index in unsettled]
+        counts: list[int] = link.ask("complete", done, timeout_s=deadline.to_report_s())  # type: ignore[assignment]
+        for index, count in zip(unsettled, counts, strict=True):
+            num_ready[index] = count
+    return num_ready
 
 
 def _store_task(item: CheckedRows, plan: PlannedStore) -> StoreTask:
@@ -110,7 +138,7 @@ def _store_task(item: CheckedRows, plan: PlannedStore) -> StoreTask:
 
 
 def _retrieve_batch(link: ClusterLink, items: Sequence[CheckedRows]) -> list[np.ndarray]:
-    chunk_size = link.hasher.chunk_size
+    chunk_size, deadline = link.hasher.chunk_size, link.deadline()
     leases = [link.lease_id() for _ in items]
     wanted = [
         LoadItem(pack_keys(item.prompt.keys), item.start // chunk_size, (lease,))
@@ -121,11 +149,11 @@ def _retrieve_batch(link: ClusterLink, items: Sequence[CheckedRows]) -> list[np.
     results = [np.zeros(item.prompt.num_tokens, dtype=bool) for item in items]
     try:
         if loading:
-            _load_into(link, [(items[index], planned[index], results[index]) for index in loading])
+            _load_into(link, [(items[index], planned[index], results[index]) for index in loading], deadline)
     finally:
         pinned = [lease for lease, plan in zip(leases, planned, strict=True) if len(plan.refs)]
         if pinned:
-            link.ask("complete", [], pinned)
+            link.ask("complete", [], pinned, timeout_s=deadline.to_report_s())
     return results
 
 
@@ -134,11 +162,14 @@ def _is_wanted(link: ClusterLink, item: CheckedRows, plan: PlannedLoad) -> bool:
     return num_tokens > 0 and num_tokens >= link.world.min_retrieve_tokens
 
 
-def _load_into(link: ClusterLink, loads: Sequence[tuple[CheckedRows, PlannedLoad, np.ndarray]]) -> None:
+def _load_into(
+    link: ClusterLink, loads: Sequence[tuple[CheckedRows, PlannedLoad, np.ndarray]], deadline: Deadline
+) -> None:
     """Carry planned loads out on every rank and mark in each result the rows that are good on all of them."""
     tasks = [_load_task(item, plan) for item, plan, _ in loads]
     ranks = range(link.world.layout.world_size)
-    flags, failure = _fan_out(link, ranks, tasks, [], _FirstRankSource(link) if _is_first_rank(link) else None)
+    first_rank = _FirstRankSource(link) if link.world.layout.placement is Placement.FIRST_RANK else None
+    flags, failure = _fan_out(link, ranks, tasks, [], first_rank, deadline)
     for at, (item, plan, result) in enumerate(loads):
         num_good = min(leading(unpack_flags(flags[rank].loaded[at])) if rank in flags else 0 for rank in ranks)
         result[item.start : max(item.start, item.prompt.tokens_in(plan.start + num_good))] = True
@@ -150,10 +181,6 @@ def _load_task(item: CheckedRows, plan: PlannedLoad) -> LoadTask:
     positions = range(plan.start, plan.start + len(plan.refs))
     rows = item.prompt.rows(item.rows, positions, start=item.start)
     return LoadTask(plan.refs, PackedRows.pack(rows), item.start - item.prompt.spans[plan.start][0])
-
-
-def _is_first_rank(link: ClusterLink) -> bool:
-    return link.world.layout.placement is Placement.FIRST_RANK
 
 
 class _FirstRankSource:
@@ -185,6 +212,7 @@ def _fan_out(
     loads: Sequence[LoadTask],
     stores: Sequence[StoreTask],
     first_rank: _FirstRankSource | None,
+    deadline: Deadline,
 ) -> tuple[dict[int, StepResult], Exception | None]:
     """One `step` message to each rank; the results of those that answered, and what else went wrong there.
 
@@ -199,7 +227,7 @@ def _fan_out(
     failure: Exception | None = None
     for rank, reference in references.items():
         try:
-            result = wait_for_rank(reference, timeout_s=link.world.call_timeout_s, rank=rank)
+            result = wait_for_rank(reference, timeout_s=deadline.remaining_s(), rank=rank)
             assert isinstance(result, StepResult)
             results[rank] = result
         except RankDiedError:

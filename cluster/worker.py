@@ -180,7 +180,12 @@ class RankWorker:
                 metadata=rank.metadata,
                 layout=world.layout,
                 hasher=world.hasher(),
-                index=CoordinatorIndex(coordinator, client, call_timeout_s=world.call_timeout_s),
+                index=CoordinatorIndex(
+                    coordinator,
+                    client,
+                    call_timeout_s=world.call_timeout_s,
+                    lookup_timeout_s=world.lookup_timeout_s,
+                ),
                 shard=rank.shard,
                 channel=channel,
                 lease_names=LeaseNames(f"{client}-{os.getpid()}"),

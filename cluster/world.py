@@ -24,6 +24,7 @@ class WorldSpec:
     cache_policy: str
     arena_dir: str
     lease_timeout_s: float
+    lookup_timeout_s: float
     call_timeout_s: float
     restart_window_s: float
 

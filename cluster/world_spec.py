@@ -57,6 +57,7 @@ def world_spec(
         cache_policy=config.cache_policy,
         arena_dir=config.arena_dir,
         lease_timeout_s=config.lease_timeout_s,
+        lookup_timeout_s=config.lookup_timeout_ms / 1000,
         call_timeout_s=config.call_timeout_s,
         restart_window_s=config.restart_window_s,
     )

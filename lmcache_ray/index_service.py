@@ -87,6 +87,16 @@ class IndexService:
 
     def complete_store(self, plan_id: int, keys: Sequence[bytes], acks: Acks) -> int:
         """Take acknowledgements in; answers the leading READY chunks of `keys`."""
+        self.acknowledge(plan_id, acks)
+        return self.num_ready(keys)
+
+    def num_ready(self, keys: Sequence[bytes]) -> int:
+        """The leading READY chunks of `keys`; counting them is no use of them."""
+        with self.at_now() as (index, _):
+            return index.lookup(keys, touch=False)
+
+    def acknowledge(self, plan_id: int, acks: Acks) -> None:
+        """Take acknowledgements of one plan in."""
         with self.at_now() as (index, _):
             for rank, flags in acks.items():
                 index.complete_store(
@@ -95,7 +105,6 @@ class IndexService:
                     done=[position for position, flag in enumerate(flags) if flag],
                     failed=[position for position, flag in enumerate(flags) if not flag],
                 )
-            return index.lookup(keys, touch=False)
 
     def prepare_load(self, keys: Sequence[bytes], *, client: str, start: int, lease_ids: Sequence[str]) -> LoadPlan:
         """Pin ``keys[start:]`` as far as READY from key 0, once under each of `lease_ids`."""
