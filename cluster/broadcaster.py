@@ -22,8 +22,8 @@ from lmcache_ray.errors import ArenaError, BroadcastAborted, BroadcastError, Clu
 from lmcache_ray.first_rank import FIRST_RANK, ReceivedLoad, SharedLoad
 from lmcache_ray.shard import ArenaSource, ChunkSource, PayloadSource, export_chunks
 
+from .messages import Parcel, pack_flags, unpack_flags
 from .messages import Payload as ChunkPayload
-from .messages import pack_flags, unpack_flags
 from .rank import Rank
 from .ray_calls import Actor, Ref, wait_for
 
@@ -39,17 +39,6 @@ class _Tensors:
     """Marks a payload as tensors, so that a rank which expects an object notices."""
 
     tensors: "tuple[torch.Tensor, ...]"
-
-
-@dataclass(frozen=True, slots=True)
-class Parcel:
-    """An object on its way: pickled by the source, so that the coordinator need not be able to load it.
-
-    `references` are objects in Ray's store that go with it; they stay alive as long as the parcel does.
-    """
-
-    pickled: bytes
-    references: tuple[Ref, ...] = ()
 
 
 class CoordinatorBroadcaster:

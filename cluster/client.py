@@ -259,7 +259,7 @@ class CacheCluster:
     ) -> list[Result]:
         """Run ``function(context, *arguments)`` in every rank's process at once; the results in rank order.
 
-        `context` has the rank's `engine` and `kv_caches` (see `worker.RankContext`): this is how SPMD code, where
+        `context` has the rank's `engine` and `kv_caches` (see `rank_start.RankContext`): this is how SPMD code, where
         each rank calls its own engine, runs. `function` is picklable or "module:function". The first failure by rank
         is raised after all have ended.
         """

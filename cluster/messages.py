@@ -10,11 +10,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from lmcache_ray.index.plans import ChunkRef, make_refs
+
+if TYPE_CHECKING:
+    from .ray_calls import Ref
 
 MESSAGE_NBYTES: Final = 80 * 1024
 KEY_NBYTES: Final = 32
@@ -189,6 +192,20 @@ class RankHello:
     arena_path: str | None
     slots_total: int
     kv_rows: int
+
+
+# -- rank <-> rank, through the coordinator ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """A broadcast object on its way: pickled by the source, so that the coordinator need not be able to load it.
+
+    `references` are objects in Ray's store that go with it; they stay alive as long as the parcel does.
+    """
+
+    pickled: bytes
+    references: tuple[Ref, ...] = ()
 
 
 # -- caller <-> rank ------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from lmcache_ray.shard import NO_SOURCE, ChunkSource, PayloadSource, read_chunks
 from .expected_bytes import count_mismatches, expected_chunks
 from .messages import PackedRefs, Payload, pack_flags, unpack_flags, unpack_numbers
 from .rank import Rank
-from .worker import RankContext
+from .rank_start import RankContext
 
 POISON: Final = 0xA5
 _ChunkRows = list[np.ndarray]

@@ -4,42 +4,27 @@ Concurrency groups keep a slow copy from delaying a sign of life: `data` moves b
 `control` answers at once, and `watch` is occupied for life by the coordinator's watch for this process's end.
 """
 
+from __future__ import annotations
+
 import os
 import threading
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import ray
 
-from lmcache_ray.connector.paged import PagedConnector
-from lmcache_ray.engine import EngineParts, LMCacheEngine
-from lmcache_ray.index_service import LeaseNames
-from lmcache_ray.layout import Placement
-
-from .broadcaster import ClusterChannel, CoordinatorBroadcaster
-from .coordinator_index import CoordinatorIndex
-from .kv_source import KVSpec, make_kv_caches, resolve_function
 from .messages import LoadTask, PackedRefs, Payload, RankHello, StepResult, StoreTask
-from .rank import Rank, RankSetup
-from .rank_metadata import rank_metadata
 from .ray_calls import Actor
 from .topology import RankPlace
 from .world import WorldSpec
 
+# A handle of this actor brings this module along, into the coordinator too: what needs torch is imported by calls.
+if TYPE_CHECKING:
+    from .kv_source import KVSpec
+    from .rank import Rank
+    from .rank_start import RankContext
+
 _HEARTBEAT_S = 5.0
-
-
-class RankContext:
-    """What a function run by `CacheCluster.run_on_ranks` gets: this rank's engine and its paged KV."""
-
-    def __init__(self, rank: Rank, engine: LMCacheEngine, kv_caches: Sequence[object]) -> None:
-        self.rank = rank
-        self.engine = engine
-        self.kv_caches = kv_caches
-
-    @property
-    def worker_id(self) -> int:
-        """The rank in the world."""
-        return self.rank.place.worker_id
 
 
 class RankWorker:
@@ -61,13 +46,11 @@ class RankWorker:
     @ray.method(concurrency_group="control")
     def start(self, place: RankPlace, coordinator: Actor) -> RankHello:
         """Make the rank: metadata, paged KV, arena, engine."""
-        layout = self._world.layout.ranks[self._worker_id]
-        metadata = rank_metadata(self._world, place, self._kv.num_blocks)
-        kv_caches = make_kv_caches(self._kv, metadata, layout)
-        connector = PagedConnector(layout, kv_caches)
-        rank = Rank(self._world, RankSetup(place, metadata, connector))
-        self._rank = rank
-        self._context = RankContext(rank, self._make_engine(rank, coordinator), kv_caches)
+        from .rank_start import start_rank
+
+        context = start_rank(self._world, place, self._kv, coordinator)
+        rank = context.rank
+        self._rank, self._context = rank, context
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
         return RankHello(
             worker_id=place.worker_id,
@@ -77,7 +60,7 @@ class RankWorker:
             pid=os.getpid(),
             arena_path=rank.arena_path,
             slots_total=self._world.num_slots if rank.shard is not None else 0,
-            kv_rows=connector.num_slots,
+            kv_rows=rank.connector.num_slots,
         )
 
     # -- data ---------------------------------------------------------------------------------------------------------
@@ -102,6 +85,8 @@ class RankWorker:
     @ray.method(concurrency_group="call")
     def call(self, function: str | Callable[..., object], *arguments: object) -> object:
         """Run ``function(context, *arguments)`` in this process; a text names it as "module:function"."""
+        from .kv_source import resolve_function
+
         self._started()
         run = resolve_function(function, what="function") if isinstance(function, str) else function
         return run(self._context, *arguments)
@@ -164,35 +149,6 @@ class RankWorker:
         if self._rank is None:
             raise RuntimeError(f"rank {self._worker_id} has not been started")
         return self._rank
-
-    def _make_engine(self, rank: Rank, coordinator: Actor) -> LMCacheEngine:
-        world, client = self._world, f"rank{self._worker_id}"
-        channel = None
-        if world.layout.placement is Placement.FIRST_RANK and world.layout.world_size > 1:
-            place = rank.place
-            broadcaster = CoordinatorBroadcaster(
-                self._worker_id, world.layout.world_size, coordinator, timeout_s=world.call_timeout_s
-            )
-            has_other_nodes = place.local_world_size < world.layout.world_size
-            channel = ClusterChannel(broadcaster, rank, has_other_nodes=has_other_nodes)
-        return LMCacheEngine(
-            EngineParts(
-                metadata=rank.metadata,
-                layout=world.layout,
-                hasher=world.hasher(),
-                index=CoordinatorIndex(
-                    coordinator,
-                    client,
-                    call_timeout_s=world.call_timeout_s,
-                    lookup_timeout_s=world.lookup_timeout_s,
-                ),
-                shard=rank.shard,
-                channel=channel,
-                lease_names=LeaseNames(f"{client}-{os.getpid()}"),
-                connector=rank.connector,
-                min_retrieve_tokens=world.min_retrieve_tokens,
-            )
-        )
 
     def _beat(self) -> None:
         """Thread: pre-fault the arena once, then say regularly that it is in use."""

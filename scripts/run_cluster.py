@@ -26,7 +26,7 @@ os.chdir(_ROOT)
 import torch  # noqa: E402  # imports of what stands above
 
 from cluster.client import CacheCluster, ClusterStatus  # noqa: E402
-from cluster.worker import RankContext  # noqa: E402
+from cluster.rank_start import RankContext  # noqa: E402
 from lmcache_ray import LMCacheEngineConfig  # noqa: E402
 from lmcache_ray.config import load_config  # noqa: E402
 from lmcache_ray.errors import LMCacheRayError  # noqa: E402

@@ -42,7 +42,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("cluster: shared by its processes", ("cluster.deadline", "cluster.open_plans", "cluster.ray_calls")),
     ("cluster: one rank", ("cluster.rank", "cluster.rank_metadata", "cluster.kv_source")),
     ("cluster: calls to actors", ("cluster.rank_calls", "cluster.coordinator_index", "cluster.broadcaster")),
-    ("cluster: actors", ("cluster.coordinator", "cluster.worker")),
+    ("cluster: actors", ("cluster.rank_start", "cluster.coordinator", "cluster.worker")),
     ("cluster: placement", ("cluster.world_spec", "cluster.ray_session", "cluster.probe", "cluster.launch")),
     ("cluster: data paths of a client", ("cluster.link", "cluster.lookups", "cluster.row_calls", "cluster.direct_path")),
     ("cluster: client", ("cluster.client",)),
