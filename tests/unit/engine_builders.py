@@ -51,9 +51,15 @@ class World:
         assert masks[0].dtype == torch.bool and len(masks[0]) == len(tokens)
         return masks[0].nonzero().flatten().tolist()
 
-    def index(self) -> CacheIndex:
-        """The one index, overdue leases and plans ended."""
+    @contextmanager
+    def index_at_rest(self) -> Iterator[CacheIndex]:
+        """The one index, which nobody changes meanwhile; overdue leases and plans are ended."""
         with self.engines[0]._parts.index._service.at_now() as (index, _):  # type: ignore[attr-defined]
+            yield index
+
+    def index(self) -> CacheIndex:
+        """The one index, for when no other thread is at work."""
+        with self.index_at_rest() as index:
             return index
 
     def check_idle(self) -> None:

@@ -1,0 +1,187 @@
+"""The shared door to the index: time, leases by name, clearing on ranks, many threads at once."""
+
+import random
+import threading
+from collections.abc import Sequence
+
+import pytest
+
+from lmcache_ray.index.cache_index import CacheIndex
+from lmcache_ray.index.plans import ChunkRef, IndexCounts
+from lmcache_ray.index_service import ClearCounts, IndexService, LeaseNames, LocalIndex
+from tests.unit.index_builders import keys_of, make_index
+
+STORE_S, LEASE_S = 10.0, 100.0  # those of make_index
+
+
+class Ranks:
+    """Records what ranks are told to free; those in `absent` do not answer."""
+
+    def __init__(self, *absent: int) -> None:
+        self.absent = set(absent)
+        self.freed: dict[int, list[bytes]] = {}
+
+    def free_slots(self, rank: int, refs: Sequence[ChunkRef]) -> bool:
+        if rank in self.absent:
+            return False
+        self.freed.setdefault(rank, []).extend(ref.key for ref in refs)
+        return True
+
+
+class Door:
+    """A service over an index of two ranks, with a clock that stands still until it is moved."""
+
+    def __init__(self, num_slots: int = 4, *absent: int) -> None:
+        self.now = 0.0
+        self.ranks = Ranks(*absent)
+        self.service = IndexService(make_index(num_slots), clock=lambda: self.now, free_slots=self.ranks.free_slots)
+        self.client = LocalIndex(self.service, "client")
+
+    def index(self) -> CacheIndex:
+        with self.service.at_now() as (index, now):
+            assert now == self.now
+            index.check_integrity()
+            return index
+
+    def counts(self) -> IndexCounts:
+        return self.index().counts()
+
+    def store(self, text: str, *, start: int = 0) -> int:
+        keys = keys_of(text)
+        plan = self.client.prepare_store(keys, start=start, rank=None)
+        return self.client.complete_store(plan, keys, {rank: [True] * len(plan.refs) for rank in (0, 1)})
+
+
+@pytest.fixture
+def door() -> Door:
+    return Door()
+
+
+def test_a_store_is_ready_when_all_acknowledgements_are_in(door: Door) -> None:
+    keys = keys_of("abc")
+    plan = door.client.prepare_store(keys, start=0, rank=None)
+    assert plan.num_ready == 0 and len(plan.refs) == 3
+    assert door.client.complete_store(plan, keys, {0: [True] * 3}) == 0
+    assert door.client.complete_store(plan, keys, {1: [True, False, True]}) == 1
+    assert (door.client.lookup(keys, None), door.counts().ready, door.counts().plans) == (1, 2, 0)
+
+
+def test_both_ranks_can_answer_in_one_message(door: Door) -> None:
+    assert door.store("abc") == 3
+    assert door.store("abcd", start=3) == 4
+    assert door.counts().ready == 4
+
+
+def test_ranks_that_ask_for_themselves_get_the_same_slots(door: Door) -> None:
+    keys = keys_of("ab")
+    plans = [door.client.prepare_store(keys, start=0, rank=rank) for rank in (1, 0)]
+    assert plans[0].refs == plans[1].refs
+    assert door.client.complete_store(plans[0], keys, {1: [True, True]}) == 0
+    assert door.client.complete_store(plans[1], keys, {0: [True, True]}) == 2
+
+
+def test_a_lease_ends_by_the_clock_unless_asked_for_again(door: Door) -> None:
+    door.store("ab")
+    assert door.client.lookup(keys_of("ab"), "lookup/r") == 2
+    door.now += LEASE_S - 1
+    assert door.counts().leases == 1
+    assert door.client.lookup(keys_of("ab"), "lookup/r") == 2
+    door.now += LEASE_S - 1
+    assert door.counts().leases == 1, "asking again renewed it"
+    door.now += 1
+    assert door.counts().leases == 0
+
+
+def test_pinned_chunks_give_way_only_after_the_lease_has_expired(door: Door) -> None:
+    door.store("abcd")
+    door.client.lookup(keys_of("abcd"), "lookup/r")
+    assert door.store("wxyz") == 0
+    door.now += LEASE_S
+    assert door.store("wxyz") == 4
+    assert door.client.lookup(keys_of("abcd"), None) == 0
+
+
+def test_a_load_is_pinned_once_under_each_name(door: Door) -> None:
+    door.store("abc")
+    plan = door.client.prepare_load(keys_of("abcx"), start=1, lease_ids=["one", "two"])
+    assert ([ref.key for ref in plan.refs], plan.start) == (keys_of("bc"), 1)
+    assert door.counts().leases == 2
+    door.client.release(["one", "one", "never"])
+    assert door.counts().leases == 1
+    assert door.client.clear(None) == ClearCounts(1, 2)
+    door.client.release(["two"])
+    assert door.client.clear(None) == ClearCounts(2, 0)
+
+
+def test_a_load_of_nothing_pins_nothing(door: Door) -> None:
+    door.store("ab")
+    for keys, start in (("xy", 0), ("ab", 2), ("", 0)):
+        assert door.client.prepare_load(keys_of(keys), start=start, lease_ids=["one", "two"]).refs == ()
+    assert door.counts().leases == 0
+
+
+def test_a_store_that_nobody_answers_for_ends_by_the_clock(door: Door) -> None:
+    plan = door.client.prepare_store(keys_of("ab"), start=0, rank=None)
+    door.now += STORE_S
+    counts = door.counts()
+    assert (counts.writing, counts.quarantined, counts.free) == (0, 2, 2), "a rank may still be writing"
+    late = door.client.complete_store(plan, keys_of("ab"), {rank: [True, True] for rank in (0, 1)})
+    assert (late, door.counts().free) == (0, 4)
+
+
+def test_clear_frees_the_slots_on_every_rank_before_it_returns(door: Door) -> None:
+    door.store("abcd")
+    assert door.client.clear(keys_of("bdx")) == ClearCounts(2, 0)
+    assert door.ranks.freed == {0: keys_of("bd"), 1: keys_of("bd")}
+    assert (door.counts().ready, door.counts().free, door.counts().plans) == (2, 2, 0)
+    assert door.client.clear([]) == ClearCounts(0, 0)
+    assert door.client.clear(None) == ClearCounts(2, 0)
+    assert door.client.clear(None) == ClearCounts(0, 0)
+
+
+def test_ranks_out_of_reach_are_pending_and_their_slots_unused() -> None:
+    door = Door(4, 1)
+    door.store("abc")
+    assert door.client.clear(None) == ClearCounts(3, 0, (1,))
+    assert door.client.lookup(keys_of("abc"), None) == 0
+    assert (door.counts().quarantined, door.counts().free) == (3, 1)
+    assert door.store("abc") == 1, "the rest finds no room yet"
+
+
+def test_leases_of_loads_are_never_those_of_lookups_or_of_other_clients() -> None:
+    names = [LeaseNames("rank0"), LeaseNames("rank1")]
+    made = [name.for_load() for _ in range(3) for name in names]
+    assert len(set(made)) == 6
+    assert LeaseNames.for_lookup("rank0/0") not in made and LeaseNames.for_lookup("x") == LeaseNames.for_lookup("x")
+
+
+def test_many_threads_at_once_keep_the_index_sound() -> None:
+    door = Door(8)
+    failures: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        rng = random.Random(seed)
+        client = LocalIndex(door.service, f"client {seed}")
+        try:
+            for step in range(150):
+                keys = keys_of("abcdefgh"[: rng.randint(1, 8)] + rng.choice("xyz"))
+                lease = f"{seed}/{step % 2}"
+                plan = client.prepare_store(keys, start=0, rank=None)
+                assert client.lookup(keys, lease) <= len(keys)
+                client.complete_store(plan, keys, {rank: [rng.random() < 0.9 for _ in plan.refs] for rank in (0, 1)})
+                load = client.prepare_load(keys, start=0, lease_ids=[f"load {seed}"])
+                assert [ref.key for ref in load.refs] == keys[: len(load.refs)]
+                client.release([lease, f"load {seed}"])
+                if rng.random() < 0.1:
+                    client.clear(None)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    counts = door.counts()
+    assert (counts.leases, counts.plans, counts.writing, counts.quarantined) == (0, 0, 0, 0)
