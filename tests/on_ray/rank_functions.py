@@ -1,0 +1,120 @@
+"""What tests do inside the ranks' processes, by `CacheCluster.run_on_ranks`: look at paged KV, and SPMD calls."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from lmcache_ray.errors import LMCacheRayError
+from lmcache_ray.layout import Placement
+from lmcache_ray.metadata import LMCacheMetadata
+from lmcache_ray.shape_spec import LayerGroupSpec
+from tests.on_ray.kv_bytes import GroupBytes, fill_odd_bytes
+
+if TYPE_CHECKING:
+    from cluster.rank_start import RankContext
+
+POISON = 0x5A
+Place = tuple[int, int, int, int]
+SpmdResult = tuple[list[bool] | str, float]
+
+
+def place(context: RankContext) -> Place:
+    """(world rank, local rank, local world size, world size) as the engine's metadata has them."""
+    metadata = context.engine.metadata
+    return metadata.worker_id, metadata.local_worker_id, metadata.local_world_size, metadata.world_size
+
+
+def fill(context: RankContext, seed: int) -> None:
+    """Odd bytes in every row: others on each rank, the same on all with MLA."""
+    is_shared = context.rank.world.layout.placement is Placement.FIRST_RANK
+    rank = 0 if is_shared else context.worker_id
+    for layer, tensor in enumerate(context.kv_caches):
+        fill_odd_bytes(_raw(tensor).reshape(-1), tensor.itemsize, seed=(seed, rank, layer))
+
+
+def poison(context: RankContext) -> None:
+    """One value in every byte of the paged KV."""
+    for tensor in context.kv_caches:
+        _raw(tensor)[:] = POISON
+
+
+def read_rows(context: RankContext, rows: np.ndarray) -> GroupBytes:
+    """The bytes of these KV rows, arranged as a shard is."""
+    layout = context.rank.layout
+    return [
+        np.stack([_rows(context.kv_caches[position], group.kv_size)[:, rows] for position in positions], axis=1)
+        for group, positions in zip(layout.groups, layout.layer_positions(), strict=True)
+    ]
+
+
+def touched_rows(context: RankContext) -> list[int]:
+    """The rows in which some byte is not the poison."""
+    touched = np.zeros(context.rank.connector.num_slots, dtype=bool)
+    for tensor in context.kv_caches:
+        touched |= (_rows(tensor, tensor.shape[0]) != POISON).any(axis=(0, 2))
+    return np.flatnonzero(touched).tolist()
+
+
+def store(context: RankContext, tokens: Sequence[int], rows: np.ndarray) -> int:
+    """SPMD: each rank stores by its own engine."""
+    return context.engine.store(tokens, slot_mapping=rows)
+
+
+def retrieve(context: RankContext, tokens: Sequence[int], rows: np.ndarray) -> list[bool]:
+    """SPMD: each rank retrieves by its own engine."""
+    return context.engine.retrieve(tokens, slot_mapping=rows).tolist()
+
+
+def retrieve_or_name(
+    context: RankContext, tokens: Sequence[int], rows: Sequence[np.ndarray], delays: Sequence[float] | None = None
+) -> SpmdResult:
+    """As `retrieve` with `rows[rank]`, after a delay; the mask or the name of the error, and the seconds it took."""
+    time.sleep(delays[context.worker_id] if delays else 0.0)
+    begun = time.monotonic()
+    result: list[bool] | str
+    try:
+        result = context.engine.retrieve(tokens, slot_mapping=rows[context.worker_id]).tolist()
+    except LMCacheRayError as error:
+        result = type(error).__name__
+    return result, time.monotonic() - begun
+
+
+def lookup(context: RankContext, tokens: Sequence[int]) -> int:
+    """The rank's own lookup."""
+    return context.engine.lookup(tokens)
+
+
+def kill_self(context: RankContext) -> None:
+    """End this process as the kernel's memory killer would."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def numbered_kv(
+    metadata: LMCacheMetadata, layer_groups: Sequence[LayerGroupSpec], num_blocks: int
+) -> list[torch.Tensor]:
+    """A `kv_source` whose bytes all are 16 times the rank plus the layer; blocks of 8 rows."""
+    layers = [(group, index) for group in layer_groups for index in range(group.layer_count)]
+    caches = []
+    for layer, (group, _) in enumerate(layers):
+        _, kv_size, blocks, heads, head_size = group.shape
+        assert blocks == num_blocks
+        tensor = torch.empty((kv_size, num_blocks, 8, heads, head_size), dtype=group.dtype)
+        caches.append(tensor)
+        _raw(tensor)[:] = 16 * metadata.worker_id + layer
+    return caches
+
+
+def _raw(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.view(torch.uint8).numpy()
+
+
+def _rows(tensor: torch.Tensor, kv_size: int) -> np.ndarray:
+    """uint8 ``[kv_size, num_rows, row_nbytes]``."""
+    return _raw(tensor).reshape(kv_size, tensor.shape[1] * tensor.shape[2], -1)
