@@ -163,7 +163,7 @@ def test_what_is_no_plan_is_refused(shard: EngineShard) -> None:
         channel = TensorChannel(
             CallableBroadcaster(1, 2, *bus.functions(1)), None, SLOT_NBYTES, release=lambda ids: None
         )
-        with pytest.raises(BroadcastAborted, match="rank 0 sent .* where a load plan was due"):
+        with pytest.raises(BroadcastAborted, match=r"rank 0 sent .* where a load plan was due"):
             channel.receive()
 
 
