@@ -4,6 +4,7 @@ The names load on first use, as those of the package do: help and errors in flag
 a signal already ends the process in good order.
 """
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -60,7 +61,7 @@ else:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run what `argv` (default: the process's arguments) asks for, until SIGINT or SIGTERM.
 
-    Raises `SystemExit`: 0 when the signal comes before all is ready, 2 for bad input, 1 if it cannot run here.
+    Raises `SystemExit`: 2 for bad input, 1 if it cannot run here, 0 after ``--help``.
     """
     stop_request = StopRequest()
     with on_stop_signal(stop_request):
@@ -72,6 +73,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         except LMCacheRayError as error:
             print(f"{PROG}: error: {error}", file=sys.stderr)
             raise SystemExit(2 if isinstance(error, ValueError) else 1) from None
+        except BrokenPipeError:  # nobody reads what it prints; without this, closing stdout would fail again at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise SystemExit(1) from None
 
 
 def _make_starter(command_line: CommandLine) -> "LMCacheStandaloneStarter":
@@ -85,15 +89,13 @@ def _make_starter(command_line: CommandLine) -> "LMCacheStandaloneStarter":
 
 def _serve(starter: "LMCacheStandaloneStarter", stop_request: StopRequest) -> None:
     try:
-        with stop_request.interrupting():
-            starter.start()
+        stop_request.run_until_received(starter.start)
         if not stop_request.is_received:
             print("ready", flush=True)
         while not stop_request.is_received:
             time.sleep(_POLL_S)
     finally:
         starter.stop()
-    print("stopped", flush=True)
 
 
 if __name__ == "__main__":

@@ -180,7 +180,8 @@ class LMCacheStandaloneStarter:
 
     def _build(self) -> _World:
         config, metadata = self._config, self._metadata
-        # Our arenas lose their names at birth; this is for others' and for those of a process killed just then.
+        # Arenas of such worlds lose their names at birth: this is for those of a process that was killed just then,
+        # and of dead clusters. "" is nobody's name, so each is another cluster's and has its restart window.
         sweep(config.arena_dir, config.cluster_namespace, "", restart_window_s=config.restart_window_s, now=time.time())
         engines = build_world(config, metadata)
         try:

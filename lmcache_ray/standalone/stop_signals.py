@@ -35,8 +35,12 @@ def ignore_stop_signals() -> None:
 
 
 def leave_process() -> NoReturn:
-    """End the process with exit code 0 here and now, without any cleaning up."""
+    """End the process with exit code 0 here and now: nothing is flushed, nothing is cleaned up."""
     os._exit(0)
+
+
+class _Interrupted(BaseException):
+    """Not an `Exception`, so that nothing but the outermost frame catches it."""
 
 
 class StopRequest:
@@ -51,18 +55,19 @@ class StopRequest:
         """Whether a stop signal came."""
         return self._is_received
 
-    @contextmanager
-    def interrupting(self) -> Iterator[None]:
-        """Within, a request that comes, or came before, raises ``SystemExit(0)``; a second one does not.
+    def run_until_received(self, step: Callable[[], object]) -> None:
+        """Run `step`, which the first signal interrupts by an exception that ends here; not at all if one came before.
 
-        A second exception would interrupt the cleaning up on the way of the first. Ask `is_received` afterwards: an
-        exception that comes up within a destructor gets lost.
+        A further signal interrupts nothing, so `step` can clean up on its way out. It may run to its end although a
+        signal came, for an exception within a destructor gets lost: ask `is_received`.
         """
         self._interrupts = True
         try:
-            if self._is_received:
-                raise SystemExit(0)
-            yield
+            if not self._is_received:
+                step()
+            self._interrupts = False
+        except _Interrupted:
+            pass
         finally:
             self._interrupts = False
 
@@ -70,4 +75,4 @@ class StopRequest:
         """React to one signal."""
         is_first, self._is_received = not self._is_received, True
         if is_first and self._interrupts:
-            raise SystemExit(0)
+            raise _Interrupted
