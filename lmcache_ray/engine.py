@@ -289,7 +289,7 @@ class LMCacheEngine:
             rows = call.prompt.rows(call.rows, range(first, first + len(load.refs)), start=call.start)
             first_row = call.start - call.prompt.spans[first][0]
             num_loaded = leading(read_chunks(load.source, load.refs, rows, call.connector, first_row=first_row))
-            delivered[call.start : max(call.start, call.prompt.tokens_in(first + num_loaded))] = True
+            delivered[call.start : call.prompt.tokens_in(first + num_loaded)] = True
             return delivered
         finally:
             self._release(load)

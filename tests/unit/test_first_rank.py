@@ -172,7 +172,8 @@ def test_a_load_matches_the_prompt_and_start_it_was_made_for() -> None:
     load = SharedLoad(1, REFS[1:], ())
     assert matches(load, keys, 1) and matches(load, [*keys, b"more"], 1)
     assert not matches(load, keys, 0) and not matches(load, keys[::-1], 1) and not matches(load, keys[:2], 1)
-    assert matches(SharedLoad(5, (), ()), keys, 5)
+    nothing = SharedLoad(5, (), ())
+    assert matches(nothing, keys, 5) and not matches(nothing, keys, 4)
 
 
 # -- whole engines, each built alone and joined by the user's functions only ------------------------------------------

@@ -148,10 +148,10 @@ def test_a_slot_that_is_reused_during_the_copy_is_not_believed(shard: EngineShar
     def reuse() -> None:
         shard.store([ref(0, shard.slots.word(0).generation + 10, 2)], chunks(16), ArrayConnector())
 
-    refs = [ref(1, 2, 1), ref(0, 1, 0)]
+    refs = [ref(0, 1, 0), ref(1, 2, 1)]
     hooks: dict[str, Callable[[], None]] = {moment: reuse}
     reader = ArrayConnector(**hooks)  # type: ignore[arg-type]
-    assert read_chunks(ArenaSource(shard.slots), refs, chunks(8, 12), reader) == [True, False]
+    assert read_chunks(ArenaSource(shard.slots), refs, chunks(8, 12), reader) == [False, True]
 
 
 def test_a_slot_that_is_reused_during_an_export_is_not_vouched_for(shard: EngineShard) -> None:
