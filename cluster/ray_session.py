@@ -5,7 +5,13 @@ A local Ray can consist of several simulated nodes: real raylets on one machine,
 
 import logging
 import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Final
 
 import ray
@@ -44,15 +50,16 @@ def open_session(namespace: str, *, num_nodes: int = 1) -> RaySession:
         return RaySession(owns_ray=True) if num_nodes == 1 else _existing(num_nodes)
     if num_nodes == 1:
         _be_quiet()
-        ray.init(
-            address="local",
-            namespace=namespace,
-            include_dashboard=False,
-            num_cpus=_NODE_CPUS,
-            object_store_memory=_OBJECT_STORE_NBYTES,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
+        with _own_sigterm():
+            ray.init(
+                address="local",
+                namespace=namespace,
+                include_dashboard=False,
+                num_cpus=_NODE_CPUS,
+                object_store_memory=_OBJECT_STORE_NBYTES,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
         return RaySession(owns_ray=True)
     return _simulate(namespace, num_nodes)
 
@@ -107,9 +114,31 @@ def _simulate(namespace: str, num_nodes: int) -> RaySession:
 
 def _connect(namespace: str, address: str) -> None:
     _be_quiet()
-    ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
+    with _own_sigterm():
+        ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
 
 
 def _be_quiet() -> None:
     """No usage statistics unless the user asked for them: Ray reads this when it starts."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Within it Ray is initialised; after it SIGTERM means what it did before, or an end in order if it had no handler.
+
+    The handlers that Ray installs abort a process 3 s after the signal, in the middle of its cleaning up.
+    """
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, _exit_in_order if before in (signal.SIG_DFL, None) else before)
+
+
+def _exit_in_order(number: int, frame: FrameType | None) -> None:
+    """End by SystemExit: every `with` is left, every atexit function runs."""
+    sys.exit(128 + number)
