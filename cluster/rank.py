@@ -12,6 +12,7 @@ import numpy as np
 from lmcache_ray.arena.arena import Arena
 from lmcache_ray.arena.liveness import LivenessFile
 from lmcache_ray.arena.mapped import ArenaMap
+from lmcache_ray.arena.sweep import sweep
 from lmcache_ray.build import arena_spec
 from lmcache_ray.connector.base import KVConnector
 from lmcache_ray.errors import ArenaError, RankUnavailableError
@@ -129,6 +130,13 @@ class Rank:
             mapped.close()
         if self._arena is not None:
             self._arena.close()
+
+    def sweep(self) -> None:
+        """Remove what dead processes of this cluster left on this node: when it ends, nobody will come for it."""
+        world = self.world
+        sweep(
+            world.arena_dir, world.namespace, world.name, restart_window_s=world.restart_window_s, now=time.time()
+        )
 
     def _load(self, task: LoadTask, payload: Payload | None) -> list[bool]:
         refs = task.refs.unpack()

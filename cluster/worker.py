@@ -130,7 +130,7 @@ class RankWorker:
 
     @ray.method(concurrency_group="control")
     def stop(self) -> None:
-        """Give the arena back and remove its file. Idempotent."""
+        """Give the arena back and remove its file, and those of ranks that were killed here. Idempotent."""
         self._close()
 
     def __ray_shutdown__(self) -> None:
@@ -144,6 +144,7 @@ class RankWorker:
             self._context.engine.close()
         if self._rank is not None:
             self._rank.close()
+            self._rank.sweep()
 
     def _started(self) -> Rank:
         if self._rank is None:
