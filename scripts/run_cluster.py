@@ -3,7 +3,7 @@
     python scripts/run_cluster.py --world-size 4 --json
 
 Joins the Ray that RAY_ADDRESS names (as in a Ray job), else starts a local one, which ends with this process. Works
-from any folder, installed or not. Exit status: 0, or 1 if a byte differed or the run failed, or 2 for bad arguments.
+from any folder, installed or not. Exit status: 0, or 1 if a byte differed or the run failed, or 2 for wrong arguments.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def main() -> int:
         results, status, seconds = _run(config, arguments)
     except (LMCacheRayError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ValueError) else 1  # 2: the configuration or the arguments cannot be meant
     passed = all(result.retrieved == result.num_tokens and not result.mismatched_ranks for result in results)
     _show(results, status)
     if arguments.json:
@@ -93,7 +93,7 @@ def _run(
 def _prompts(chunk_size: int) -> list[list[int]]:
     system = list(range(_SYSTEM_CHUNKS * chunk_size))
     length = _QUESTION_CHUNKS * chunk_size
-    return [system + [number, *range(1, length)] for number in range(_QUESTIONS)]
+    return [[*system, number, *range(1, length)] for number in range(_QUESTIONS)]
 
 
 def _store_and_load(
@@ -144,8 +144,8 @@ def _show(results: Sequence[PromptResult], status: ClusterStatus) -> None:
     for number, result in enumerate(results):
         verdict = f"ranks {result.mismatched_ranks} differ" if result.mismatched_ranks else "bytes equal on every rank"
         print(
-            f"prompt {number}: {result.num_tokens} tokens, {result.cached_before} were cached, {result.stored} are now, "
-            f"{result.retrieved} loaded, {verdict}"
+            f"prompt {number}: {result.num_tokens} tokens, {result.cached_before} were cached, {result.stored} are "
+            f"now, {result.retrieved} loaded, {verdict}"
         )
     for rank in status.ranks:
         state = "alive" if rank.alive else "dead"
@@ -153,7 +153,7 @@ def _show(results: Sequence[PromptResult], status: ClusterStatus) -> None:
 
 
 def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Start a cache cluster, store and load a few prompts, check the bytes.")
+    parser = argparse.ArgumentParser(description="Start a cache cluster, store and load prompts, check the bytes.")
     parser.add_argument(
         "--config", default=_ROOT / "configs" / "cluster.yaml", metavar="FILE", help="YAML (configs/cluster.yaml)"
     )
