@@ -6,13 +6,12 @@ shared index. Ranks that live in Ray actors are put together in the cluster pack
 
 import logging
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from lmcache_ray.arena.arena import Arena
-from lmcache_ray.arena.capacity import check_capacity, num_slots_for
+from lmcache_ray.arena.capacity import check_memory, num_slots_for
+from lmcache_ray.arena.private import PrivateArena
 from lmcache_ray.arena.spec import ArenaGeometry, ArenaSpec
 from lmcache_ray.broadcast.callables import BroadcastFn, BroadcastObjectFn, CallableBroadcaster
 from lmcache_ray.broadcast.inprocess import InProcessGroup
@@ -131,36 +130,15 @@ def arena_spec(layout: WorldLayout, rank: int, *, num_slots: int, namespace: str
 
 
 class _InProcessWorld:
-    """Index and arenas of the `holders` among a layout's ranks, all in this process.
-
-    The arenas have no name in the file system from the start: no other process needs to map them, and so nothing can
-    be left behind however this one ends.
-    """
+    """Index and arenas of the `holders` among a layout's ranks, all in this process."""
 
     def __init__(self, config: LMCacheEngineConfig, layout: WorldLayout, holders: Sequence[int]) -> None:
         self._config = config
         self._layout = layout
         num_slots = num_slots_of(config, layout)
-        specs = {
-            rank: arena_spec(
-                layout,
-                rank,
-                num_slots=num_slots,
-                namespace=config.cluster_namespace,
-                name=f"inprocess-{uuid.uuid4().hex}",
-            )
-            for rank in holders
-        }
-        check_capacity({rank: spec.geometry.file_nbytes for rank, spec in specs.items()}, config.arena_dir)
-        self._arenas: dict[int, Arena] = {}
-        try:
-            for rank, spec in specs.items():
-                self._arenas[rank] = Arena.create(spec, config.arena_dir, node_id="", now=time.time())
-                self._arenas[rank].unpublish()
-        except BaseException:
-            for arena in self._arenas.values():
-                arena.close()
-            raise
+        geometries = {rank: ArenaGeometry(num_slots, layout.ranks[rank].slot_nbytes) for rank in holders}
+        check_memory({rank: geometry.file_nbytes for rank, geometry in geometries.items()})
+        self._arenas = {rank: PrivateArena(geometry) for rank, geometry in geometries.items()}
         self.shards = {rank: EngineShard(arena.slots) for rank, arena in self._arenas.items()}
         index = CacheIndex(
             num_slots,

@@ -44,7 +44,7 @@ class ConfigValues:
     capacity_chunks: OptionalPositiveCount = None
     """Chunks that a rank's arena holds; overrides `max_local_cpu_size`."""
     arena_dir: AbsolutePath = "/dev/shm"
-    """Directory of the arena files: a memory file system on every node."""
+    """Directory of a cluster's arena files: a memory file system on every node."""
     save_unfull_chunk: Flag = False
     """Whether the partial chunk at a prompt's end is cached too."""
     cache_policy: Policy = "LRU"

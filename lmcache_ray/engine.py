@@ -5,33 +5,25 @@ the index says which chunks go where, and `shard.py` moves the bytes. It runs th
 rank's actor; only the parts it is built from differ (`build.py`).
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 
 from lmcache_ray.chunking import Mask, masked_start
 from lmcache_ray.clearing import ClearResult, names_cpu_tier
 from lmcache_ray.connector.base import KVConnector, SlotMapping, checked_slot_mapping
 from lmcache_ray.connector.paged import KVCaches, PagedConnector
-from lmcache_ray.errors import (
-    BroadcastError,
-    ClosedError,
-    DeadlineError,
-    InvalidRequestError,
-    LMCacheRayError,
-)
-from lmcache_ray.first_rank import FirstRankChannel, SharedLoad, matches
-from lmcache_ray.index.plans import ChunkRef
+from lmcache_ray.errors import ClosedError, InvalidRequestError
+from lmcache_ray.first_rank import FirstRankChannel
 from lmcache_ray.index_service import IndexClient, LeaseNames
 from lmcache_ray.keys import ChunkHasher
-from lmcache_ray.layout import Placement, WorldLayout
+from lmcache_ray.layout import WorldLayout
 from lmcache_ray.metadata import LMCacheMetadata
 from lmcache_ray.prompt import Prompt, RequestConfigs, loadable_tokens, read_prompt
-from lmcache_ray.shard import NO_SOURCE, ArenaSource, ChunkSource, EngineShard, leading, read_chunks
+from lmcache_ray.retrieval import Retrieval, RetrieveCall
+from lmcache_ray.shard import EngineShard
 from lmcache_ray.tokens import TokenSequence, token_ids
 
 
@@ -55,31 +47,21 @@ class EngineParts:
     on_close: Callable[[], None] = lambda: None
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """The checked arguments of one retrieve: `rows` is the KV row of each token, `start` the first wanted token."""
-
-    prompt: Prompt
-    start: int
-    rows: np.ndarray
-    connector: KVConnector
-
-
-@dataclass(frozen=True, slots=True)
-class _PinnedLoad:
-    """What to read and from where; readable until `lease_ids` are released."""
-
-    refs: tuple[ChunkRef, ...]
-    source: ChunkSource
-    lease_ids: tuple[str, ...]
-
-
 class LMCacheEngine:
     """The cache of one rank. Thread-safe; after `close` every call but `is_healthy` raises `ClosedError`."""
 
     def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
         self._layout = parts.layout.ranks[parts.metadata.worker_id]
+        self._retrieval = Retrieval(
+            parts.metadata.worker_id,
+            parts.layout,
+            index=parts.index,
+            shard=parts.shard,
+            channel=parts.channel,
+            lease_names=parts.lease_names,
+            min_tokens=parts.min_retrieve_tokens,
+        )
         self._closed = False
 
     @property
@@ -149,13 +131,9 @@ class LMCacheEngine:
         call this for the same prompts in the same order; a failure at rank 0 is a miss on the others.
         """
         self._check_open()
-        read_call = partial(self._read_call, tokens, mask, kvcaches, slot_mapping, request_configs)
-        if self._is_receiver:
-            return self._retrieve_received(read_call)
-        with self._failure_told():
-            call = read_call()
-            load = self._pin(call)
-        return self._deliver(call, load)
+        return self._retrieval.run(
+            partial(self._read_call, tokens, mask, kvcaches, slot_mapping, request_configs)
+        )
 
     def lookup(
         self,
@@ -217,87 +195,6 @@ class LMCacheEngine:
             self._closed = True
             self._parts.on_close()
 
-    # -- how a retrieve goes ------------------------------------------------------------------------------------
-
-    @property
-    def _is_receiver(self) -> bool:
-        return self._parts.layout.placement is Placement.FIRST_RANK and not self.metadata.is_first_rank()
-
-    @contextmanager
-    def _failure_told(self) -> Iterator[None]:
-        """On rank 0 of a first-rank world: whatever fails here is a miss on the other ranks, at once."""
-        try:
-            yield
-        except BaseException as error:
-            if self._parts.channel is not None:
-                with suppress(LMCacheRayError):  # what went wrong first is what the caller must see
-                    self._parts.channel.fail(f"{type(error).__name__}: {error}")
-            raise
-
-    def _pin(self, call: _Call) -> _PinnedLoad:
-        """On a holder: pin what is to be read; on rank 0 of a first-rank world also send it to the others."""
-        channel, parts = self._parts.channel, self._parts
-        assert parts.shard is not None, "a rank that retrieves for itself holds chunks"
-        num_leases = self.metadata.world_size if channel is not None else 1
-        lease_ids = tuple(parts.lease_names.for_load() for _ in range(num_leases))
-        plan = parts.index.prepare_load(call.prompt.keys, start=call.start // self.chunk_size, lease_ids=lease_ids)
-        if channel is not None:
-            try:
-                channel.send(SharedLoad(plan.start, plan.refs, lease_ids))
-            except BroadcastError:  # the others know already that nothing comes: a miss there, not here
-                parts.index.release(lease_ids[1:])
-            except BaseException:
-                parts.index.release(lease_ids)
-                raise
-        return _PinnedLoad(plan.refs, ArenaSource(parts.shard.slots), lease_ids[:1])
-
-    def _retrieve_received(self, read_call: Callable[[], _Call]) -> torch.Tensor:
-        """On another rank of a first-rank world: read what rank 0 says, if it is what was asked here.
-
-        The plan is awaited before the arguments are looked at, so that a call with wrong ones uses the channel once
-        like any other and the ranks stay in step.
-        """
-        assert self._parts.channel is not None, "a receiver is built with a channel"
-        load = _PinnedLoad((), NO_SOURCE, ())
-        shared = None
-        try:
-            received = self._parts.channel.receive()
-            shared = received.load
-            load = _PinnedLoad(shared.refs, received.source, shared.lease_ids[self.metadata.worker_id :][:1])
-        except (BroadcastError, DeadlineError):
-            pass  # rank 0 failed, died or stayed silent: a miss
-        try:
-            call = read_call()
-        except BaseException:
-            self._release(load)
-            raise
-        if shared is None or not matches(shared, call.prompt.keys, call.start // self.chunk_size):
-            if shared is not None:
-                self._parts.channel.out_of_step(f"rank {self.metadata.worker_id} was sent another prompt's load")
-            self._release(load)
-            return torch.zeros(call.prompt.num_tokens, dtype=torch.bool)
-        return self._deliver(call, load)
-
-    def _deliver(self, call: _Call, load: _PinnedLoad) -> torch.Tensor:
-        """Scatter the pinned chunks and end the lease; the mask has True where the bytes were intact to the end."""
-        try:
-            delivered = torch.zeros(call.prompt.num_tokens, dtype=torch.bool)
-            first = call.start // self.chunk_size
-            end = call.prompt.tokens_in(first + len(load.refs)) if load.refs else 0
-            if end <= call.start or end - call.start < self._parts.min_retrieve_tokens:
-                return delivered
-            rows = call.prompt.rows(call.rows, range(first, first + len(load.refs)), start=call.start)
-            first_row = call.start - call.prompt.spans[first][0]
-            num_loaded = leading(read_chunks(load.source, load.refs, rows, call.connector, first_row=first_row))
-            delivered[call.start : call.prompt.tokens_in(first + num_loaded)] = True
-            return delivered
-        finally:
-            self._release(load)
-
-    def _release(self, load: _PinnedLoad) -> None:
-        if load.refs:
-            self._parts.index.release(load.lease_ids)
-
     # -- arguments ----------------------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
@@ -311,12 +208,12 @@ class LMCacheEngine:
         kvcaches: KVCaches | None,
         slot_mapping: SlotMapping,
         request_configs: RequestConfigs | None,
-    ) -> _Call:
+    ) -> RetrieveCall:
         prompt = self._read(tokens, None, None, request_configs)
         start = masked_start(mask, prompt.num_tokens, self.chunk_size, aligned=False)
         connector = self._connect(kvcaches)
         rows = checked_slot_mapping(slot_mapping, num_tokens=prompt.num_tokens, num_slots=connector.num_slots)
-        return _Call(prompt, start, rows, connector)
+        return RetrieveCall(prompt, start, rows, connector)
 
     def _read(
         self,

@@ -32,7 +32,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "lmcache_ray.kv_pattern",
     )),
     ("one rank's bytes", ("lmcache_ray.shard", "lmcache_ray.first_rank")),
-    ("engine", ("lmcache_ray.engine", "lmcache_ray.world_engine")),
+    ("engine", ("lmcache_ray.retrieval", "lmcache_ray.engine", "lmcache_ray.world_engine")),
     ("composition", ("lmcache_ray.build",)),
     ("standalone", ("lmcache_ray.standalone",)),
     ("cluster: values and pure machines", (
@@ -44,10 +44,13 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("cluster: calls to actors", ("cluster.rank_calls", "cluster.coordinator_index", "cluster.broadcaster")),
     ("cluster: actors", ("cluster.rank_start", "cluster.coordinator", "cluster.worker")),
     ("cluster: placement", ("cluster.world_spec", "cluster.ray_session", "cluster.probe", "cluster.launch")),
-    ("cluster: data paths of a client", ("cluster.link", "cluster.lookups", "cluster.row_calls", "cluster.direct_path")),
+    ("cluster: data paths of a client", (
+        "cluster.link", "cluster.lookups", "cluster.row_calls", "cluster.direct_path",
+    )),
     ("cluster: client", ("cluster.client",)),
     ("cluster: commands", (
-        "cluster.replay_rank", "cluster.replay", "cluster.tables", "cluster.cli", "cluster.commands", "cluster.__main__",
+        "cluster.replay_rank", "cluster.replay", "cluster.tables", "cluster.cli", "cluster.commands",
+        "cluster.__main__",
     )),
 )
 

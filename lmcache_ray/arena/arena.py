@@ -136,10 +136,6 @@ class Arena:
         """
         return self._owned().prefault()
 
-    def unpublish(self) -> None:
-        """Remove the file's name now: no other process can map it, and nothing is left however this one ends."""
-        self._lock.unlink()
-
     def close(self, *, unlink: bool = True) -> None:
         """Give the arena up, and unless `unlink` is False remove its file. Idempotent.
 

@@ -1,6 +1,6 @@
-"""How much memory the control group of this process still allows (cgroup v2 and v1). Reads /proc and /sys.
+"""How much memory this process may still take: the machine's, and its control group's (cgroup v2 and v1).
 
-Files in a tmpfs are charged to the group; when it is full, processes are killed, not refused.
+Reads /proc and /sys. Files in a tmpfs are charged to the group; when it is full, processes are killed, not refused.
 """
 
 import os
@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 
 _PROC: Final = Path("/proc/self")
 _CGROUPS: Final = Path("/sys/fs/cgroup")
+_MEMINFO: Final = Path("/proc/meminfo")
 
 
 class _Version(NamedTuple):
@@ -22,6 +23,12 @@ class _Version(NamedTuple):
 
 _V1: Final = _Version("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _V2: Final = _Version("memory.max", "memory.current", "inactive_file")
+
+
+def free_memory_nbytes(proc: Path = _PROC, cgroups: Path = _CGROUPS, meminfo: Path = _MEMINFO) -> int | None:
+    """What this process can still take: the machine's or the control group's, whichever is less; None if unknown."""
+    limits = [available_memory_nbytes(proc, cgroups), *_available_in(meminfo)]
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def available_memory_nbytes(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int | None:
@@ -44,6 +51,14 @@ def is_in_memory(directory: Path, proc: Path = _PROC) -> bool:
         if fields[2] == number:
             return fields[fields.index("-") + 1] in ("tmpfs", "ramfs")
     return False
+
+
+def _available_in(meminfo: Path) -> list[int]:
+    try:
+        lines = meminfo.read_text().splitlines()
+    except OSError:
+        return []
+    return [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
 
 
 def _groups(proc: Path, cgroups: Path) -> Iterator[tuple[_Version, Path]]:

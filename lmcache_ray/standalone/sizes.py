@@ -2,18 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Final
 
 from lmcache_ray.arena.capacity import arena_nbytes
-from lmcache_ray.arena.memory_limit import available_memory_nbytes
+from lmcache_ray.arena.memory_limit import free_memory_nbytes
 from lmcache_ray.build import num_slots_of
 from lmcache_ray.config import LMCacheEngineConfig
 from lmcache_ray.errors import CapacityError
 from lmcache_ray.layout import WorldLayout
 from lmcache_ray.shape_spec import LayerGroupSpec
-
-_MEMINFO: Final = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,28 +68,14 @@ def world_sizes(
 
 
 def check_kv_fits(sizes: WorldSizes) -> None:
-    """Refuse paged KV that is larger than the memory that is left now, before the system would kill for it.
+    """Refuse paged KV that, beside full arenas, is larger than the memory left now: else the system kills for it.
 
-    Raises `CapacityError` with both sizes.
+    Raises `CapacityError` with all sizes.
     """
     available = free_memory_nbytes()
-    if available is not None and sizes.total_kv_nbytes > available:
+    if available is not None and sizes.total_kv_nbytes + sizes.total_arena_nbytes > available:
         raise CapacityError(
             f"the paged KV does not fit: it needs {sizes.total_kv_nbytes} bytes ({sizes.kv_nbytes} for each of "
-            f"{sizes.world_size} ranks), {available} bytes of memory are left; lower num_blocks, the third dimension "
-            "of a layer group's shape"
+            f"{sizes.world_size} ranks) beside {sizes.total_arena_nbytes} bytes of arenas, {available} bytes of memory "
+            "are left; lower num_blocks, the third dimension of a layer group's shape, or the arenas' size"
         )
-
-
-def free_memory_nbytes(meminfo: Path = _MEMINFO) -> int | None:
-    """What this process can still take: the machine's or the control group's, whichever is less; None if unknown."""
-    limits = [available_memory_nbytes(), *_available_in(meminfo)]
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
-def _available_in(meminfo: Path) -> list[int]:
-    try:
-        lines = meminfo.read_text().splitlines()
-    except OSError:
-        return []
-    return [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]

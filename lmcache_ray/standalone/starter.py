@@ -10,7 +10,6 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -18,7 +17,6 @@ from typing import Final
 
 import torch
 
-from lmcache_ray.arena.sweep import sweep
 from lmcache_ray.build import build_world, resolve
 from lmcache_ray.config import LMCacheEngineConfig
 from lmcache_ray.engine import LMCacheEngine
@@ -180,9 +178,6 @@ class LMCacheStandaloneStarter:
 
     def _build(self) -> _World:
         config, metadata = self._config, self._metadata
-        # Arenas of such worlds lose their names at birth: this is for those of a process that was killed just then,
-        # and of dead clusters. "" is nobody's name, so each is another cluster's and has its restart window.
-        sweep(config.arena_dir, config.cluster_namespace, "", restart_window_s=config.restart_window_s, now=time.time())
         engines = build_world(config, metadata)
         try:
             check_kv_fits(self._sizes)

@@ -5,8 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_ray.arena.capacity import Limit, arena_nbytes, check_capacity, check_fits, num_slots_for, probe_limits
-from lmcache_ray.arena.memory_limit import available_memory_nbytes, is_in_memory
+from lmcache_ray.arena.capacity import (
+    Limit,
+    arena_nbytes,
+    check_capacity,
+    check_fits,
+    check_memory,
+    num_slots_for,
+    probe_limits,
+)
+from lmcache_ray.arena.memory_limit import available_memory_nbytes, free_memory_nbytes, is_in_memory
 from lmcache_ray.errors import ArenaError, CapacityError
 
 GIB = 2**30
@@ -83,6 +91,22 @@ def test_version_1_is_measured(tmp_path: Path) -> None:
 def test_no_limit_is_no_number(tmp_path: Path) -> None:
     write(tmp_path / "proc/cgroup", "0::/\n")
     assert available_memory_nbytes(tmp_path / "proc", tmp_path / "sys") is None
+
+
+def test_free_memory_is_the_machines_or_the_groups_whichever_is_less(tmp_path: Path) -> None:
+    write(tmp_path / "proc/cgroup", "0::/\n")
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:       2000 kB\nMemFree:         500 kB\nMemAvailable:      1 kB\n")
+    assert free_memory_nbytes(tmp_path / "proc", tmp_path / "sys", meminfo) == 1024
+    make_group(tmp_path / "sys", "1000", 900, 0)
+    assert free_memory_nbytes(tmp_path / "proc", tmp_path / "sys", meminfo) == 100
+
+
+def test_memory_of_a_process_is_refused_with_both_sizes() -> None:
+    with pytest.raises(CapacityError, match=r"rank 0: 1152921504606846976.*rank 1: 1"):
+        check_memory({0: 2**60, 1: 1})
+    check_memory({0: 4096})
+    check_memory({})
 
 
 def test_memory_filesystems_are_told_from_disks(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from lmcache_ray.build import arena_spec, build_engine, build_world, hasher_of, num_slots_of, resolve
 from lmcache_ray.connector.paged import PagedConnector
 from lmcache_ray.dtypes import KVDtype
-from lmcache_ray.errors import ArenaError, CapacityError, ConfigError, MetadataError, ShapeSpecError
+from lmcache_ray.errors import CapacityError, ConfigError, MetadataError, ShapeSpecError
 from lmcache_ray.layout import Placement
 from lmcache_ray.shape_spec import parse_kvcache_shape_spec
 from tests.unit.engine_builders import make_config, make_kv, make_metadata, make_world, random_rows
@@ -100,8 +100,6 @@ def test_what_cannot_be_meant_is_refused(tmp_path: Path) -> None:
     mla_with_two.__dict__["kv_shape"] = (2, 2, 4, 1, 16)
     with pytest.raises(MetadataError, match="kv_dim 2 with MLA"):
         build_engine(config, mla_with_two)
-    with pytest.raises(ArenaError, match="nowhere"):
-        build_engine(make_config(tmp_path / "nowhere"), make_metadata())
 
 
 def test_the_number_of_slots_follows_from_the_size_or_is_given(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """What a standalone world says that it takes."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -10,7 +8,6 @@ from lmcache_ray.config import COMMAND_LINE, LMCacheEngineConfig
 from lmcache_ray.metadata import LMCacheMetadata
 from lmcache_ray.shape_spec import parse_kvcache_shape_spec
 from lmcache_ray.standalone.report import readable_nbytes
-from lmcache_ray.standalone.sizes import free_memory_nbytes
 from lmcache_ray.standalone.starter import LMCacheStandaloneStarter
 
 
@@ -87,9 +84,3 @@ def test_a_default_configuration_is_said_in_one_line() -> None:
 )
 def test_readable_sizes(nbytes: int, text: str) -> None:
     assert readable_nbytes(nbytes) == text
-
-
-def test_free_memory_is_what_the_machine_says(tmp_path: Path) -> None:
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal:       2000 kB\nMemFree:         500 kB\nMemAvailable:      1 kB\n")
-    assert free_memory_nbytes(meminfo) == 1024

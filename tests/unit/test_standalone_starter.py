@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from lmcache_ray.arena.arena import Arena
+from lmcache_ray.arena.private import PrivateArena
 from lmcache_ray.config import LMCacheEngineConfig
-from lmcache_ray.errors import ArenaError, CapacityError, ClosedError, ConfigError, ProtocolError, ShapeSpecError
+from lmcache_ray.errors import CapacityError, ClosedError, ConfigError, ProtocolError, ShapeSpecError
 from lmcache_ray.kv_pattern import pattern_rows
 from lmcache_ray.metadata import LMCacheMetadata
 from lmcache_ray.shape_spec import parse_kvcache_shape_spec
@@ -163,14 +163,11 @@ def test_arenas_have_no_name(starter: LMCacheStandaloneStarter, arena_dir: Path)
     assert os.listdir(arena_dir) == []
 
 
-def test_what_a_process_killed_at_birth_left_is_swept(arena_dir: Path) -> None:
-    left = arena_dir / "lmcache_ray-0123456789abcdef-r0.arena.89abcdef.tmp"
-    left.write_bytes(b"x")
-    os.utime(left, (0, 0))
-    starter = starter_for(config_for(arena_dir))
+def test_nothing_appears_in_the_arena_directory(arena_dir: Path) -> None:
+    starter = starter_for(config_for(arena_dir), world_size=2)
     starter.start()
+    assert not list(arena_dir.iterdir())
     starter.stop()
-    assert not left.exists()
 
 
 # -- beginning and ending -----------------------------------------------------------------------------------------
@@ -234,15 +231,15 @@ def test_many_threads_may_stop_it(starter: LMCacheStandaloneStarter) -> None:
     assert not starter.is_running
 
 
-def test_a_failed_start_is_an_error_and_leaves_nothing(arena_dir: Path) -> None:
-    missing = arena_dir / "not-there-yet"
-    starter = starter_for(config_for(missing), world_size=2)
-    with pytest.raises(ArenaError, match="not-there-yet"):
-        starter.start()
+def test_a_failed_start_is_an_error_and_leaves_nothing(arena_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    starter = starter_for(config_for(arena_dir), world_size=2)
+    with monkeypatch.context() as short_of_memory:
+        short_of_memory.setattr("lmcache_ray.standalone.sizes.free_memory_nbytes", lambda: 1000)
+        with pytest.raises(CapacityError, match="1000 bytes of memory"):
+            starter.start()
     assert not starter.is_running
     with pytest.raises(ProtocolError, match="not started"):
         _ = starter.lmcache_engine
-    missing.mkdir()
     assert starter.start().is_healthy(), "it can be tried again"
     starter.stop()
 
@@ -252,11 +249,10 @@ def test_paged_kv_larger_than_memory_is_refused_and_gives_the_arenas_back(
 ) -> None:
     starter = starter_for(config_for(arena_dir), "(2,2,1000000000,2,4):float16:2", world_size=2)
     closed = []
-    close = Arena.close
-    monkeypatch.setattr(Arena, "close", lambda arena: (closed.append(arena.spec.rank), close(arena)))
+    monkeypatch.setattr(PrivateArena, "close", lambda arena: closed.append(arena))
     with pytest.raises(CapacityError, match=r"512000000000 bytes \(256000000000 for each of 2 ranks\).* are left"):
         starter.start()
-    assert closed == [0, 1]
+    assert len(closed) == 2
 
 
 @pytest.mark.parametrize(
