@@ -109,11 +109,10 @@ class IndexService:
     def prepare_load(self, keys: Sequence[bytes], *, client: str, start: int, lease_ids: Sequence[str]) -> LoadPlan:
         """Pin ``keys[start:]`` as far as READY from key 0, once under each of `lease_ids`."""
         with self.at_now() as (index, now):
-            plans = [
-                index.prepare_load(keys, lease_id=lease_id, client=client, now=now, start=start)
-                for lease_id in lease_ids
-            ]
-            return plans[0]
+            plan = index.prepare_load(keys, lease_id=lease_ids[0], client=client, now=now, start=start)
+            for lease_id in lease_ids[1:]:
+                index.share(plan, lease_id, client=client, now=now)
+            return plan
 
     def release(self, lease_ids: Sequence[str]) -> None:
         """End leases; unknown ones are ignored."""

@@ -101,6 +101,10 @@ class CacheIndex:
         self._leases.hold(lease_id, client, slots, now)
         return LoadPlan(lease_id, self._table.refs(slots), start)
 
+    def share(self, plan: LoadPlan, lease_id: str, *, client: str, now: float) -> None:
+        """Pin the refs of a load plan whose lease still lasts under one more lease; not another use of them."""
+        self._leases.hold(lease_id, client, [ref.slot for ref in plan.refs], now)
+
     def release(self, lease_id: str) -> bool:
         """End a lease; False if there is none of that id (any more)."""
         return self._leases.release(lease_id)

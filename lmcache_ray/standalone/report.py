@@ -39,7 +39,7 @@ def _size_lines(config: LMCacheEngineConfig, layout: WorldLayout, sizes: WorldSi
         yield f"  group {number}: {_shape(group)}, {blocks} blocks: {readable_nbytes(nbytes)} per chunk and rank"
     holder = "rank" if layout.placement is Placement.PER_RANK else "world"
     yield (
-        f"arena in {config.arena_dir}: {sizes.num_slots} chunks, {readable_nbytes(sizes.arena_nbytes)} per {holder}, "
+        f"arena in own memory: {sizes.num_slots} chunks, {readable_nbytes(sizes.arena_nbytes)} per {holder}, "
         f"{readable_nbytes(sizes.total_arena_nbytes)} in total"
     )
     yield (

@@ -99,3 +99,29 @@ def test_a_deferring_load_stopped_by_an_unknown_key_does_not_wait() -> None:
     index.prepare_store(keys_of("b"), client="writer", now=0.0)
     planned = index.prepare_load(keys_of("xb"), lease_id="l", client="reader", now=0.0, defer=True)
     assert isinstance(planned, LoadPlan) and planned.refs == ()
+
+
+def test_a_shared_load_stays_pinned_until_its_last_lease_ends() -> None:
+    index = make_index(1)
+    store(index, "a")
+    plan = load(index, "a", "mine")
+    index.share(plan, "yours", client="reader", now=0.0)
+    index.release("mine")
+    assert store(index, "b").refs == (), "there is no room: a is still read"
+    index.release("yours")
+    assert names(store(index, "b").evicted) == "a"
+
+
+def test_sharing_a_load_is_no_further_use_of_it() -> None:
+    """In a first-rank world every rank reads under a lease of its own; LFU must not count each of them."""
+    index = make_index(2, policy="LFU")
+    store(index, "a")
+    store(index, "b")
+    plan = load(index, "a", "mine")
+    for lease_id in ("yours", "theirs", "ours"):
+        index.share(plan, lease_id, client="reader", now=0.0)
+    for _ in range(2):
+        load(index, "b", "mine")
+    for lease_id in ("mine", "yours", "theirs", "ours"):
+        index.release(lease_id)
+    assert names(store(index, "c").evicted) == "a"
