@@ -7,17 +7,18 @@ the others rank 0 exports the chunks once into Ray's object store and sends the 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 import ray
+import torch
 from ray import cloudpickle
 from ray.exceptions import RayError
 
 from lmcache_ray.broadcast.base import check_rank
 from lmcache_ray.broadcast.exchange import described
 from lmcache_ray.broadcast.log import Aborted, Payload, Tag, TakeResult
-from lmcache_ray.broadcast.tensors import fill, snapshot
+from lmcache_ray.broadcast.tensors import TensorSpec, fill, specs_of
 from lmcache_ray.errors import ArenaError, BroadcastAborted, BroadcastError, ClusterError, DeadlineError
 from lmcache_ray.first_rank import FIRST_RANK, ReceivedLoad, SharedLoad
 from lmcache_ray.shard import ArenaSource, ChunkSource, PayloadSource, export_chunks
@@ -27,18 +28,32 @@ from .messages import Payload as ChunkPayload
 from .rank import Rank
 from .ray_calls import Actor, Ref, wait_for
 
-if TYPE_CHECKING:
-    import torch
-
 _POLL_S: Final = 1.0  # a waiting rank holds one of the coordinator's threads at most this long at a time
 _GRACE_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Tensors:
-    """Marks a payload as tensors, so that a rank which expects an object notices."""
+    """Tensors on their way, as bytes: torch cannot pickle those of every dtype (float8).
 
-    tensors: "tuple[torch.Tensor, ...]"
+    A type of its own, so that a rank which expects an object notices.
+    """
+
+    specs: tuple[TensorSpec, ...]
+    contents: tuple[bytes, ...]
+
+    @staticmethod
+    def pack(tensors: Sequence[torch.Tensor]) -> "_Tensors":
+        """A copy of all bytes."""
+        flat = [tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+        return _Tensors(specs_of(tensors), tuple(content.numpy().tobytes() for content in flat))
+
+    def unpack(self) -> list[torch.Tensor]:
+        """The tensors again."""
+        flat = [torch.from_numpy(np.frombuffer(content, dtype=np.uint8).copy()) for content in self.contents]
+        return [
+            content.view(spec.dtype).reshape(spec.shape) for content, spec in zip(flat, self.specs, strict=True)
+        ]
 
 
 class CoordinatorBroadcaster:
@@ -72,16 +87,16 @@ class CoordinatorBroadcaster:
             raise self._out_of_step(f"rank {src} sent tensors where rank {self._rank} expected an object", tag)
         return received
 
-    def broadcast_tensors(self, tensors: "Sequence[torch.Tensor]", *, src: int, tag: str | None = None) -> None:
+    def broadcast_tensors(self, tensors: Sequence[torch.Tensor], *, src: int, tag: str | None = None) -> None:
         """Copies the tensors of rank `src` into those of the others. For small ones: the coordinator carries them."""
         check_rank("src", src, self._world_size)
         if self._rank == src:
-            self.send(_Tensors(snapshot(tensors)), tag=tag)
+            self.send(_Tensors.pack(tensors), tag=tag)
             return
         received, _ = self.receive(src, tag=tag)
         if not isinstance(received, _Tensors):
             raise self._out_of_step(f"rank {src} sent an object where rank {self._rank} expected tensors", tag)
-        fill(tensors, received.tensors, src=src)
+        fill(tensors, received.unpack(), src=src)
 
     def abort(self, reason: str, *, tag: str | None = None) -> None:
         """Receivers of this rank's next untagged call, or of `tag`, raise `BroadcastAborted` with the reason."""
