@@ -16,7 +16,7 @@ import ray
 from cluster.client import CacheCluster
 from cluster.ray_session import alive_node_ids, open_session
 from lmcache_ray.config import LMCacheEngineConfig
-from tests.on_ray import kv_bytes, rank_functions
+from tests.on_ray import rank_functions
 
 StartCluster = Callable[..., CacheCluster]
 
@@ -45,8 +45,7 @@ def ray_nodes() -> Iterator[list[str]]:
         for name in [name for name in os.environ if name in _UNWANTED or name.startswith("LMCACHE_")]:
             environment.delenv(name)
         session = open_session(NAMESPACE, num_nodes=NUM_NODES)
-        for module in (kv_bytes, rank_functions):  # ranks need not find the tests on their path
-            ray.cloudpickle.register_pickle_by_value(module)
+        rank_functions.ship_by_value()
         try:
             yield alive_node_ids()
         finally:

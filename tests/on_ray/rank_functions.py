@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import signal
+import sys
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import ray
 import torch
 
 from lmcache_ray.errors import LMCacheRayError
 from lmcache_ray.layout import Placement
 from lmcache_ray.metadata import LMCacheMetadata
 from lmcache_ray.shape_spec import LayerGroupSpec
+from tests.on_ray import kv_bytes
 from tests.on_ray.kv_bytes import GroupBytes, fill_odd_bytes
 
 if TYPE_CHECKING:
@@ -23,6 +24,12 @@ if TYPE_CHECKING:
 POISON = 0x5A
 Place = tuple[int, int, int, int]
 SpmdResult = tuple[list[bool] | str, float]
+
+
+def ship_by_value() -> None:
+    """Send these functions to the ranks as they are, so that the ranks need not find the tests on their path."""
+    for module in (kv_bytes, sys.modules[__name__]):
+        ray.cloudpickle.register_pickle_by_value(module)
 
 
 def place(context: RankContext) -> Place:
@@ -54,6 +61,14 @@ def read_rows(context: RankContext, rows: np.ndarray) -> GroupBytes:
     ]
 
 
+def write_rows(context: RankContext, rows: np.ndarray, shards: Sequence[GroupBytes]) -> None:
+    """The other way round: the rows get the bytes of this rank's shard."""
+    layout, shard = context.rank.layout, shards[context.rank.world.layout.holder_of(context.worker_id)]
+    for group, positions, content in zip(layout.groups, layout.layer_positions(), shard, strict=True):
+        for index, position in enumerate(positions):
+            _rows(context.kv_caches[position], group.kv_size)[:, rows] = content[:, index]
+
+
 def touched_rows(context: RankContext) -> list[int]:
     """The rows in which some byte is not the poison."""
     touched = np.zeros(context.rank.connector.num_slots, dtype=bool)
@@ -73,7 +88,7 @@ def retrieve(context: RankContext, tokens: Sequence[int], rows: np.ndarray) -> l
 
 
 def retrieve_or_name(
-    context: RankContext, tokens: Sequence[int], rows: Sequence[np.ndarray], delays: Sequence[float] | None = None
+    context: RankContext, tokens: Sequence[int], rows: Sequence[np.ndarray], delays: Sequence[float] = ()
 ) -> SpmdResult:
     """As `retrieve` with `rows[rank]`, after a delay; the mask or the name of the error, and the seconds it took."""
     time.sleep(delays[context.worker_id] if delays else 0.0)
@@ -91,9 +106,9 @@ def lookup(context: RankContext, tokens: Sequence[int]) -> int:
     return context.engine.lookup(tokens)
 
 
-def kill_self(context: RankContext) -> None:
-    """End this process as the kernel's memory killer would."""
-    os.kill(os.getpid(), signal.SIGKILL)
+def retrieve_own(context: RankContext, prompts: Sequence[Sequence[int]], rows: np.ndarray) -> list[bool]:
+    """SPMD gone wrong: rank r asks for ``prompts[r]``."""
+    return context.engine.retrieve(prompts[context.worker_id], slot_mapping=rows).tolist()
 
 
 def numbered_kv(
@@ -109,6 +124,14 @@ def numbered_kv(
         caches.append(tensor)
         _raw(tensor)[:] = 16 * metadata.worker_id + layer
     return caches
+
+
+class Idler:
+    """An actor that does nothing but keep what it has reserved."""
+
+    def answer(self) -> bool:
+        """A sign of life."""
+        return True
 
 
 def _raw(tensor: torch.Tensor) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What single calls and batches promise: counts, rows that stay untouched, errors that name the argument, pins, clear."""
+"""What single calls and batches promise: counts, rows that stay untouched, errors that name arguments, pins, clear."""
 
 from collections.abc import Iterator
 
@@ -227,4 +227,5 @@ def test_salt_lora_and_media_keep_requests_apart(cluster: CacheCluster) -> None:
 def test_list_array_and_tensor_are_the_same_prompt(cluster: CacheCluster) -> None:
     tokens = list(range(2 * C))
     cluster.store(np.array(tokens), torch.arange(2 * C))
-    assert [cluster.lookup(same) for same in (tokens, np.array(tokens, dtype=np.int32), torch.tensor(tokens))] == [8] * 3
+    same = (tokens, np.array(tokens, dtype=np.int32), torch.tensor(tokens))
+    assert [cluster.lookup(prompt) for prompt in same] == [2 * C] * 3

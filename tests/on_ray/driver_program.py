@@ -1,0 +1,52 @@
+"""A driver for tests that end drivers: starts a cluster of two ranks, says so, and works until it is told otherwise.
+
+    python driver_program.py ARENA_DIR NAME NAMESPACE once|endless
+
+Prints "starting", then a JSON list of the process ids of coordinator and ranks, then, once calls go on, "calling".
+"""
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch  # noqa: E402
+
+from cluster.client import CacheCluster  # noqa: E402
+from lmcache_ray import LMCacheEngineConfig  # noqa: E402
+
+_NUM_TOKENS = 256
+
+
+def main() -> None:
+    """Runs one request, or one after the other."""
+    arena_dir, name, namespace, how_long = sys.argv[1:]
+    print("starting", flush=True)
+    with CacheCluster.start(
+        LMCacheEngineConfig(chunk_size=16, capacity_chunks=64, arena_dir=arena_dir),
+        model_name="m",
+        kv_shape=(1, 2, 16, 1, 4),
+        kv_dtype=torch.float16,
+        world_size=2,
+        name=name,
+        namespace=namespace,
+    ) as cluster:
+        status = cluster.status()
+        print(json.dumps([status.coordinator_pid, *(rank.pid for rank in status.ranks)]), flush=True)
+        _request(cluster, 0)
+        print("calling", flush=True)
+        number = 0
+        while how_long == "endless":
+            number += 1
+            _request(cluster, number)
+
+
+def _request(cluster: CacheCluster, number: int) -> None:
+    tokens, slots = range(number, number + _NUM_TOKENS), torch.arange(_NUM_TOKENS)
+    assert cluster.store(list(tokens), slots) == _NUM_TOKENS
+    assert cluster.retrieve(list(tokens), slots).all()
+
+
+if __name__ == "__main__":
+    main()
