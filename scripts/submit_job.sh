@@ -18,7 +18,7 @@ export RAY_USAGE_STATS_ENABLED=0
 job="lmcache-ray-$(date +%Y%m%d-%H%M%S)-$$"
 scratch="" # set while a head of ours runs
 head_pid=""
-submitted=""
+submitter="" # set while a job of ours runs
 
 say() { echo "submit_job: $*" >&2; }
 
@@ -84,8 +84,9 @@ stop_head() { # in order, then, after 20 s, whatever of its process group is lef
 clean_up() {
     local status=$?
     trap '' INT TERM # once is enough
-    if [[ -n "$submitted" ]]; then # interrupted: the job is ours, so it ends
+    if [[ -n "$submitter" ]]; then # interrupted: the job is ours, so it ends
         say "stopping the job $job"
+        kill "$submitter" 2>/dev/null || true
         ray job stop --address "$address" "$job" >/dev/null 2>&1 || true
     fi
     [[ -z "$head_pid" ]] || stop_head
@@ -107,9 +108,10 @@ else
 fi
 
 # The upload leaves out what .gitignore and .rayignore name, such as .venv.
-submitted=yes
 ray job submit --address "$address" --submission-id "$job" --working-dir "$root" -- \
-    python scripts/run_cluster.py "$@" || true
+    python scripts/run_cluster.py "$@" &
+submitter=$! # in the background, because a trap waits for what runs in the foreground
+wait "$submitter" || true
 
 # `ray job submit` turns every failure into 1, and a stopped job into 0: ask what it was.
 python - "$address" "$job" <<'PY' && status=0 || status=$?
@@ -123,5 +125,5 @@ except RuntimeError as error:
 print(f"submit_job: the job {job} ended as {info.status}: {info.message}", file=sys.stderr)
 sys.exit(0 if info.status == "SUCCEEDED" else info.driver_exit_code or 1)
 PY
-submitted=""
+submitter=""
 exit "$status"
