@@ -1,0 +1,56 @@
+import pytest
+
+from cluster.membership import Membership, RankState
+from cluster.messages import RankHello
+
+
+def hello(rank: int) -> RankHello:
+    return RankHello(rank, rank, 3, "node", 100 + rank, None, 8, 64)
+
+
+def joined(holders: tuple[int, ...] = (0, 1, 2)) -> Membership:
+    membership = Membership(3, holders)
+    for rank in range(3):
+        membership.joined(hello(rank))
+    return membership
+
+
+def test_a_world_serves_when_every_holder_has_joined() -> None:
+    membership = Membership(3, (0, 1))
+    assert membership.problems() == ["rank 0 is starting", "rank 1 is starting", "rank 2 is starting"]
+    membership.joined(hello(1))
+    assert not membership.can_serve()
+    membership.joined(hello(0))
+    assert membership.can_serve(), "rank 2 holds nothing"
+    assert membership.problems() == ["rank 2 is starting"]
+
+
+def test_the_loss_of_a_holder_ends_service_that_of_another_does_not() -> None:
+    membership = joined(holders=(0,))
+    assert membership.lost(2, "killed")
+    assert membership.can_serve() and membership.problems() == ["rank 2 is lost: killed"]
+    assert membership.lost(0, "")
+    assert not membership.can_serve()
+    assert membership.problems() == ["rank 0 is lost", "rank 2 is lost: killed"]
+
+
+def test_a_loss_is_news_once_and_keeps_what_is_known() -> None:
+    membership = joined()
+    assert membership.lost(1, "first")
+    assert not membership.lost(1, "second")
+    record = membership.records()[1]
+    assert (record.state, record.hello, record.reason) == (RankState.LOST, hello(1), "first")
+    assert [membership.is_alive(rank) for rank in range(3)] == [True, False, True]
+
+
+def test_a_rank_that_joins_again_is_alive() -> None:
+    membership = joined()
+    membership.lost(1, "killed")
+    membership.joined(hello(1))
+    assert membership.can_serve() and membership.problems() == []
+
+
+@pytest.mark.parametrize("rank", [-1, 3])
+def test_a_rank_outside_the_world_is_not_known(rank: int) -> None:
+    with pytest.raises(KeyError):
+        joined().is_alive(rank)

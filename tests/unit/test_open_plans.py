@@ -1,0 +1,52 @@
+from cluster.open_plans import OpenPlans
+from lmcache_ray.index.plans import ChunkRef, StorePlan
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def plan(number: int, *generations: int) -> StorePlan:
+    refs = tuple(ChunkRef(bytes([generation]) * 32, generation, generation) for generation in generations)
+    return StorePlan(number, refs, tuple(range(len(refs))), 0, 0, ())
+
+
+def test_a_plan_is_of_its_prompt_until_it_is_closed() -> None:
+    plans = OpenPlans(clock=Clock(), keep_s=10)
+    plans.open(plan(1, 5), [b"a", b"b"], None)
+    plans.open(plan(2, 6), [b"c"], None)
+    assert plans.close(1) == [b"a", b"b"]
+    assert plans.close(1) == ()
+    assert plans.close(2) == [b"c"]
+    assert plans.close(99) == ()
+
+
+def test_a_client_may_write_its_generations_until_it_has_reported() -> None:
+    plans = OpenPlans(clock=Clock(), keep_s=10)
+    plans.open(plan(1, 5, 6), [b"a"], "client")
+    plans.open(plan(2, 7), [b"b"], None)
+    assert [plans.writer_of(generation) for generation in (5, 6, 7, 8)] == ["client", "client", None, None]
+    plans.close(1)
+    assert plans.writer_of(5) is None
+
+
+def test_plans_without_a_report_are_forgotten_in_time_but_not_those_a_client_may_be_writing() -> None:
+    clock = Clock()
+    plans = OpenPlans(clock=clock, keep_s=10)
+    plans.open(plan(1, 5), [b"a"], None)
+    plans.open(plan(2, 6), [b"b"], "client")
+    clock.now = 5
+    plans.open(plan(3, 7), [b"c"], None)
+    clock.now = 10
+    plans.prune()
+    assert plans.close(1) == [b"a"], "not yet overdue"
+    plans.open(plan(4, 8), [b"d"], None)
+    clock.now = 16
+    plans.prune()
+    assert plans.close(3) == ()
+    assert plans.close(4) == [b"d"]
+    assert plans.writer_of(6) == "client" and plans.close(2) == [b"b"]
