@@ -11,10 +11,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import torch  # noqa: E402
+import torch
 
-from cluster.client import CacheCluster  # noqa: E402
-from lmcache_ray import LMCacheEngineConfig  # noqa: E402
+from cluster.client import CacheCluster
+from lmcache_ray import LMCacheEngineConfig
 
 _NUM_TOKENS = 256
 
@@ -43,9 +43,9 @@ def main() -> None:
 
 
 def _request(cluster: CacheCluster, number: int) -> None:
-    tokens, slots = range(number, number + _NUM_TOKENS), torch.arange(_NUM_TOKENS)
-    assert cluster.store(list(tokens), slots) == _NUM_TOKENS
-    assert cluster.retrieve(list(tokens), slots).all()
+    tokens, slots = list(range(number, number + _NUM_TOKENS)), list(range(_NUM_TOKENS))
+    assert cluster.store(tokens, slots) == _NUM_TOKENS
+    assert cluster.retrieve(tokens, slots).all()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -25,8 +26,9 @@ _SOON_S = 15.0
 class Driver:
     """The driver program in a process of its own."""
 
-    def __init__(self, arena_dir: Path, name: str, environment: Mapping[str, str], *, how_long: str = "endless") -> None:
-        self.name = name
+    def __init__(
+        self, arena_dir: Path, name: str, environment: Mapping[str, str], *, how_long: str = "endless"
+    ) -> None:
         self.process = subprocess.Popen(
             [sys.executable, _PROGRAM, arena_dir, name, NAMESPACE, how_long],
             env=environment,
@@ -122,12 +124,12 @@ def test_a_killed_driver_takes_its_ranks_along_and_the_next_one_sweeps(
         pids = json.loads(driver.until("["))
         driver.until("calling")
         driver.end(signal.SIGKILL)
-    wait_until(lambda: all(map(is_gone, pids)), "coordinator and ranks are gone")
     assert os.listdir(arena_dir) != []  # nobody was left to remove them
     with running(Driver(arena_dir, "killed", joining, how_long="once")) as driver:
         driver.until("calling")
         assert driver.process.wait(_PATIENCE_S) == 0
     assert os.listdir(arena_dir) == []
+    wait_until(lambda: all(map(is_gone, pids)), "the first coordinator and ranks are gone")
 
 
 def test_a_driver_with_a_ray_of_its_own_ends_that_too(arena_dir: Path) -> None:
@@ -165,10 +167,10 @@ def test_a_detached_cluster_is_used_and_ended_by_other_processes(
     assert f"no cache cluster 'kept' lives in namespace '{NAMESPACE}'" in capsys.readouterr().err
 
 
-def _command(environment: dict[str, str], *arguments: str) -> dict[str, object]:
+def _command(environment: dict[str, str], *arguments: str) -> dict[str, Any]:
     """What `python -m cluster` answers in a process of its own."""
     command = [sys.executable, "-m", "cluster", *arguments]
     done = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=_PATIENCE_S)
     assert done.returncode == 0, done.stderr
-    answer: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return answer
