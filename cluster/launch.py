@@ -5,6 +5,7 @@ more arenas than it has memory for. Every wait shares one deadline, and a failur
 """
 
 import contextlib
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,7 @@ from .world import WorldSpec, cluster_prefix, coordinator_name, rank_name
 
 _FIRST_EPOCH = 1
 _STOP_TIMEOUT_S = 5.0
+_POLL_S = 0.02
 _MAX_PENDING_CALLS = 10_000
 
 
@@ -44,6 +46,7 @@ class LaunchPlan:
 class ClusterActors:
     """The processes of a cluster; `workers` in rank order."""
 
+    world: WorldSpec
     coordinator: Actor
     workers: list[Actor]
 
@@ -114,24 +117,36 @@ def take_down(actors: ClusterActors) -> None:
     ray.wait(stops, num_returns=len(stops), timeout=_STOP_TIMEOUT_S)
     for actor in (*actors.workers, actors.coordinator):
         ray.kill(actor, no_restart=True)
+    _wait_until_ended(actors.world.name, actors.world.namespace)
 
 
 def end_remains(name: str, namespace: str) -> int:
     """End every actor that bears the cluster's name, whatever state the cluster is in; their number."""
-    prefix = cluster_prefix(name)
-    found = [
-        entry["name"]
-        for entry in ray.util.list_named_actors(all_namespaces=True)
-        if entry["namespace"] == namespace and entry["name"].startswith(prefix)
-    ]
     ended = 0
-    for actor_name in found:
+    for actor_name in _living_actors(name, namespace):
         with contextlib.suppress(ValueError):  # it ended meanwhile
             actor = ray.get_actor(actor_name, namespace=namespace)
             ray.wait([actor.stop.remote()], timeout=_STOP_TIMEOUT_S)
             ray.kill(actor, no_restart=True)
             ended += 1
+    _wait_until_ended(name, namespace)
     return ended
+
+
+def _living_actors(name: str, namespace: str) -> list[str]:
+    prefix = cluster_prefix(name)
+    return [
+        entry["name"]
+        for entry in ray.util.list_named_actors(all_namespaces=True)
+        if entry["namespace"] == namespace and entry["name"].startswith(prefix)
+    ]
+
+
+def _wait_until_ended(name: str, namespace: str) -> None:
+    """Ray kills in the background; while a name is still taken, the next cluster of that name could not start."""
+    deadline = Deadline(_STOP_TIMEOUT_S)
+    while _living_actors(name, namespace) and deadline.remaining_s() > 0:
+        time.sleep(_POLL_S)
 
 
 def _check_free(world: WorldSpec) -> None:
@@ -176,7 +191,7 @@ def _create(plan: LaunchPlan, env_vars: Mapping[str, str]) -> ClusterActors:
         ).remote(world, _FIRST_EPOCH)
     except ValueError as error:
         raise ClusterExistsError(f"cluster {world.name!r} is being started in {world.namespace!r}: {error}") from error
-    actors = ClusterActors(coordinator, [])
+    actors = ClusterActors(world, coordinator, [])
     try:
         for rank, node_id in enumerate(plan.node_ids):
             options = {

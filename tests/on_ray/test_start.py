@@ -156,7 +156,7 @@ def test_a_placement_without_memory_ends_in_time_and_names_it(
 
 
 def test_shutdown_ends_every_process_and_file(start_cluster: StartCluster, traces: None) -> None:
-    with start_cluster(layer_groups=GROUPS, world_size=2, use_mla=False) as cluster:
+    with start_cluster(layer_groups=GROUPS, world_size=2, name="ends") as cluster:
         status = cluster.status()
         pids = [status.coordinator_pid, *(rank.pid for rank in status.ranks if rank.pid)]
         paths = [rank.arena_path for rank in status.ranks if rank.arena_path]
@@ -164,6 +164,7 @@ def test_shutdown_ends_every_process_and_file(start_cluster: StartCluster, trace
         cluster.shutdown()
         cluster.shutdown()
         assert not any(Path(path).exists() for path in paths)
+        assert not any(":ends:" in name for name in living_actors()), "the name can be used again at once"
         deadline = time.monotonic() + 10
         while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
             time.sleep(0.05)
