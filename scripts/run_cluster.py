@@ -23,6 +23,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(_ROOT))
 os.chdir(_ROOT)
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402  # imports of what stands above
 
 from cluster.client import CacheCluster, ClusterStatus  # noqa: E402
@@ -31,6 +32,8 @@ from lmcache_ray import LMCacheEngineConfig  # noqa: E402
 from lmcache_ray.config import load_config  # noqa: E402
 from lmcache_ray.errors import LMCacheRayError  # noqa: E402
 from lmcache_ray.shape_spec import parse_kvcache_shape_spec  # noqa: E402
+
+Slots = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 _LAYER_GROUPS = {False: "(2,2,512,1,4):float16:2", True: "(2,1,512,1,8):float16:2"}  # 32 bytes per token and rank
 _QUESTIONS = 3
@@ -82,10 +85,10 @@ def _run(
         num_blocks=-(-num_rows // config.block_size),
     ) as cluster:
         begin = time.perf_counter()
-        slots = torch.arange(num_rows).split([len(prompt) for prompt in prompts for _ in range(2)])
+        slots = np.arange(num_rows).reshape(len(prompts), 2, -1)  # the prompts are equally long
         results = [
-            _store_and_load(cluster, prompt, slots[2 * number], slots[2 * number + 1])
-            for number, prompt in enumerate(prompts)
+            _store_and_load(cluster, prompt, source, target)
+            for prompt, (source, target) in zip(prompts, slots, strict=True)
         ]
         return results, cluster.status(), time.perf_counter() - begin
 
@@ -96,9 +99,7 @@ def _prompts(chunk_size: int) -> list[list[int]]:
     return [[*system, number, *range(1, length)] for number in range(_QUESTIONS)]
 
 
-def _store_and_load(
-    cluster: CacheCluster, prompt: Sequence[int], source: torch.Tensor, target: torch.Tensor
-) -> PromptResult:
+def _store_and_load(cluster: CacheCluster, prompt: Sequence[int], source: Slots, target: Slots) -> PromptResult:
     """Store the prompt from the KV rows `source` of each rank, load it into the rows `target`, compare them."""
     cached_before = cluster.lookup(prompt)
     cluster.retrieve(prompt, source)  # what is cached comes from the cluster, as in a serving engine ...
@@ -110,7 +111,7 @@ def _store_and_load(
     return PromptResult(len(prompt), cached_before, stored, retrieved, mismatched)
 
 
-def prefill(context: RankContext, slots: torch.Tensor, num_cached: int) -> str:
+def prefill(context: RankContext, slots: Slots, num_cached: int) -> str:
     """In a rank's process: stand in for the model that computes the rows after the cached ones; the digest of all.
 
     Writes random bytes, other ones for each rank and prompt; with MLA, the same on all ranks.
@@ -123,7 +124,7 @@ def prefill(context: RankContext, slots: torch.Tensor, num_cached: int) -> str:
     return digest(context, slots)
 
 
-def digest(context: RankContext, slots: torch.Tensor) -> str:
+def digest(context: RankContext, slots: Slots) -> str:
     """In a rank's process: a digest of the KV rows `slots` of all layers."""
     found = hashlib.sha256()
     for rows in _rows(context):
