@@ -28,14 +28,15 @@ from lmcache_ray.prompt import RequestConfigs
 from lmcache_ray.tokens import TokenSequence
 
 from .direct_path import DirectPath
-from .launch import ClusterActors, LaunchPlan, find, launch, place_ranks, take_down
+from .every_rank import check_every_rank, run_on_every_rank
+from .launch import ClusterActors, LaunchPlan, find, launch, take_down
 from .link import ClusterLink
 from .lookups import lookup_prompts
 from .messages import pack_keys
-from .ray_calls import wait_for_rank
 from .ray_session import RaySession, alive_node_ids, join_session, open_session
 from .requests import Request, prompt_of
 from .row_calls import each_item, retrieve_rows, store_rows
+from .topology import place_ranks
 from .world import ClusterStatus, RankStatus
 from .world_spec import kv_spec, world_spec
 
@@ -264,18 +265,7 @@ class CacheCluster:
         is raised after all have ended.
         """
         self._link.check_open()
-        timeout_s = self._link.world.call_timeout_s if timeout_s is None else timeout_s
-        calls = [worker.call.remote(function, *arguments) for worker in self._link.workers]
-        results: list[object] = []
-        for rank, call in enumerate(calls):
-            try:
-                results.append(wait_for_rank(call, timeout_s=timeout_s, rank=rank))
-            except Exception as error:  # whatever a user's function raises is raised again below
-                results.append(error)
-        failure = next((result for result in results if isinstance(result, Exception)), None)
-        if failure is not None:
-            raise failure
-        return results  # type: ignore[return-value]  # what the function returned
+        return run_on_every_rank(self._link, function, arguments, timeout_s)
 
     @property
     def link(self) -> ClusterLink:
@@ -298,10 +288,7 @@ class CacheCluster:
     def check_integrity(self) -> None:
         """Raise `IntegrityError` if the index or an arena contradicts itself. Meaningful while nobody writes."""
         self._link.ask("check_integrity")
-        for rank, worker in enumerate(self._link.workers):
-            wait_for_rank(
-                worker.check_integrity.remote(), timeout_s=self._link.world.call_timeout_s, rank=rank
-            )
+        check_every_rank(self._link)
 
     def shutdown(self) -> None:
         """Leave; end the cluster if this driver owns it, and Ray if it was started here. Idempotent."""

@@ -17,7 +17,7 @@ from lmcache_ray.broadcast.exchange import Exchange
 from lmcache_ray.broadcast.log import Tag, TakeResult
 from lmcache_ray.errors import DeadlineError
 from lmcache_ray.index.cache_index import CacheIndex
-from lmcache_ray.index.plans import ChunkRef, LoadPlan, StorePlan
+from lmcache_ray.index.plans import LoadPlan, StorePlan
 from lmcache_ray.index.policy import make_policy
 from lmcache_ray.index.window import plan_window
 from lmcache_ray.index_service import ClearCounts, IndexService
@@ -279,12 +279,13 @@ class Coordinator:
         self._clients.pop(client_id, None)
         with self._service.at_now() as (index, _):
             index.drop_client(client_id)
+        self._plans.forget_writer(client_id)
 
     def _settle(self) -> None:
         """Free quarantined slots that nobody can be writing any more, one rank after the other."""
         for rank in self._world.layout.holders:
             with self._service.at_now() as (index, _):
-                unsettled = [ref for ref in index.unsettled(rank) if not self._may_still_write(ref)]
+                unsettled = [ref for ref in index.unsettled(rank) if self._plans.writer_of(ref.generation) is None]
             if not unsettled:
                 continue
             if self._membership.is_alive(rank) and not self._calls.settle(rank, unsettled):
@@ -292,10 +293,6 @@ class Coordinator:
             with self._service.at_now() as (index, _):
                 index.settle(rank, unsettled)
         self._plans.prune()
-
-    def _may_still_write(self, ref: ChunkRef) -> bool:
-        writer = self._plans.writer_of(ref.generation)
-        return writer is not None and writer in self._clients
 
 
 def _packed_load(plan: LoadPlan) -> PlannedLoad:

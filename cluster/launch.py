@@ -14,14 +14,14 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from lmcache_ray.arena.capacity import arena_nbytes
-from lmcache_ray.errors import ClusterError, ClusterExistsError, ConfigError, DeadlineError, LMCacheRayError
+from lmcache_ray.errors import ClusterError, ClusterExistsError, DeadlineError, LMCacheRayError
 
 from .coordinator import Coordinator
 from .deadline import Deadline
 from .kv_source import KVSpec
 from .probe import NodeNeeds, choose_env_vars, probe_nodes
 from .ray_calls import Actor, Ref
-from .topology import Topology, spread
+from .topology import Topology
 from .worker import RankWorker
 from .world import WorldSpec, cluster_prefix, coordinator_name, rank_name
 
@@ -49,33 +49,6 @@ class ClusterActors:
     world: WorldSpec
     coordinator: Actor
     workers: list[Actor]
-
-
-def place_ranks(
-    world_size: int,
-    alive: Sequence[str],
-    *,
-    nodes: Sequence[str] | None = None,
-    ranks_per_node: Sequence[int] | None = None,
-) -> list[str]:
-    """The node of each rank: `nodes[rank]` by hand, else spread over the alive nodes.
-
-    Raises `ConfigError` for numbers that do not agree, or a node that is not alive.
-    """
-    if nodes is not None:
-        if ranks_per_node is not None:
-            raise ConfigError("nodes and ranks_per_node both place ranks: give one of them")
-        if len(nodes) != world_size:
-            raise ConfigError(f"nodes must name one node for each of {world_size} ranks; got {len(nodes)}")
-        unknown = [node for node in nodes if node not in alive]
-        if unknown:
-            raise ConfigError(f"node {unknown[0]!r} is not alive; alive nodes: {', '.join(alive)}")
-        return list(nodes)
-    num_nodes = min(len(alive), world_size) if ranks_per_node is None else len(ranks_per_node)
-    if num_nodes > len(alive):
-        raise ConfigError(f"ranks_per_node names {num_nodes} nodes; {len(alive)} are alive")
-    counts = spread(world_size, num_nodes, ranks_per_node)
-    return [node for node, count in zip(alive, counts, strict=False) for _ in range(count)]
 
 
 def launch(plan: LaunchPlan) -> ClusterActors:

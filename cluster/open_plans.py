@@ -51,6 +51,15 @@ class OpenPlans:
         with self._lock:
             return self._writers.get(generation)
 
+    def forget_writer(self, writer: str) -> None:
+        """This client process has ended: it writes no more."""
+        with self._lock:
+            theirs = {generation for generation, name in self._writers.items() if name == writer}
+            for plan_id in [key for key, plan in self._plans.items() if not theirs.isdisjoint(plan.generations)]:
+                del self._plans[plan_id]
+            for generation in theirs:
+                del self._writers[generation]
+
     def prune(self) -> None:
         """Forget plans whose callers never reported, except those that a client may still be writing."""
         with self._lock:

@@ -15,6 +15,7 @@ from lmcache_ray.errors import ClusterError, WorkloadError
 from lmcache_ray.layout import Placement
 
 from .client import CacheCluster
+from .every_rank import check_every_rank
 from .link import ClusterLink
 from .messages import (
     KEY_NBYTES,
@@ -252,11 +253,8 @@ def _check_fit(link: ClusterLink, requests: Sequence[TraceRequest], window: int)
 def _report(cluster: CacheCluster, totals: _Totals, window: int, seconds: float) -> ReplayReport:
     link = cluster.link
     world, layout = link.world, link.world.layout
-    resident = [
-        wait_for_rank(worker.check_integrity.remote(), timeout_s=world.call_timeout_s, rank=rank)
-        for rank, worker in enumerate(link.workers)
-    ]
     link.ask("check_integrity")
+    resident = check_every_rank(link)
     return ReplayReport(
         requests=totals.requests,
         lookup_blocks=totals.lookup_blocks,
@@ -268,10 +266,7 @@ def _report(cluster: CacheCluster, totals: _Totals, window: int, seconds: float)
         policy=world.cache_policy.lower(),
         capacity_blocks=world.num_slots,
         window=window,
-        stored_bytes=[
-            int(count) * layout.ranks[rank].chunk_nbytes  # type: ignore[call-overload]  # a rank's number of chunks
-            for rank, count in enumerate(resident)
-        ],
+        stored_bytes=[count * layout.ranks[rank].chunk_nbytes for rank, count in enumerate(resident)],
         verified_bytes=totals.verified_bytes,
         byte_mismatches=totals.byte_mismatches,
         seconds=round(seconds, 3),

@@ -97,6 +97,33 @@ def spread(world_size: int, num_nodes: int, ranks_per_node: Sequence[int] | None
     return counts
 
 
+def place_ranks(
+    world_size: int,
+    alive: Sequence[str],
+    *,
+    nodes: Sequence[str] | None = None,
+    ranks_per_node: Sequence[int] | None = None,
+) -> list[str]:
+    """The node of each rank: `nodes[rank]` by hand, else spread over the alive nodes.
+
+    Raises `ConfigError` for numbers that do not agree, or a node that is not alive.
+    """
+    if nodes is not None:
+        if ranks_per_node is not None:
+            raise ConfigError("nodes and ranks_per_node both place ranks: give one of them")
+        if len(nodes) != world_size:
+            raise ConfigError(f"nodes must name one node for each of {world_size} ranks; got {len(nodes)}")
+        unknown = [node for node in nodes if node not in alive]
+        if unknown:
+            raise ConfigError(f"node {unknown[0]!r} is not alive; alive nodes: {', '.join(alive)}")
+        return list(nodes)
+    num_nodes = min(len(alive), world_size) if ranks_per_node is None else len(ranks_per_node)
+    if num_nodes > len(alive):
+        raise ConfigError(f"ranks_per_node names {num_nodes} nodes; {len(alive)} are alive")
+    counts = spread(world_size, num_nodes, ranks_per_node)
+    return [node for node, count in zip(alive, counts, strict=False) for _ in range(count)]
+
+
 def parse_ranks_per_node(text: str) -> tuple[int, ...]:
     """``"3,1"`` -> ``(3, 1)``. Raises `ConfigError` for anything but decimal numbers between commas."""
     counts = [part.strip() for part in text.split(",")]

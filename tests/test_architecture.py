@@ -45,7 +45,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("cluster: actors", ("cluster.rank_start", "cluster.coordinator", "cluster.worker")),
     ("cluster: placement", ("cluster.world_spec", "cluster.ray_session", "cluster.probe", "cluster.launch")),
     ("cluster: data paths of a client", (
-        "cluster.link", "cluster.lookups", "cluster.row_calls", "cluster.direct_path",
+        "cluster.link", "cluster.every_rank", "cluster.lookups", "cluster.row_calls", "cluster.direct_path",
     )),
     ("cluster: client", ("cluster.client",)),
     ("cluster: commands", (

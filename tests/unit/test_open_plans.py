@@ -50,3 +50,15 @@ def test_plans_without_a_report_are_forgotten_in_time_but_not_those_a_client_may
     assert plans.close(3) == ()
     assert plans.close(4) == [b"d"]
     assert plans.writer_of(6) == "client" and plans.close(2) == [b"b"]
+
+
+def test_a_dead_client_writes_no_more_and_leaves_nothing_behind() -> None:
+    """Its slots are quarantined until somebody says that it cannot be writing them; its plans must not pile up."""
+    plans = OpenPlans(clock=Clock(), keep_s=10)
+    plans.open(plan(1, 5, 6), [b"a"], "dead")
+    plans.open(plan(2, 7), [b"b"], "alive")
+    plans.forget_writer("dead")
+    plans.forget_writer("never seen")
+    assert [plans.writer_of(generation) for generation in (5, 6, 7)] == [None, None, "alive"]
+    assert plans.close(1) == ()
+    assert plans.close(2) == [b"b"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.launch import place_ranks
+from cluster.topology import place_ranks
 from lmcache_ray.errors import ConfigError
 
 

@@ -1,0 +1,41 @@
+"""Asking every rank at once, under one deadline."""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from .deadline import Deadline
+from .link import ClusterLink
+from .ray_calls import Ref, wait_for_rank
+
+Result = TypeVar("Result")
+
+
+def run_on_every_rank(
+    link: ClusterLink,
+    function: str | Callable[..., Result],
+    arguments: Sequence[object],
+    timeout_s: float | None,
+) -> list[Result]:
+    """What the function returned on each rank; the first failure by rank is raised after all have ended."""
+    deadline = link.deadline() if timeout_s is None else Deadline(timeout_s)
+    answers = _answers([worker.call.remote(function, *arguments) for worker in link.workers], deadline)
+    return answers  # type: ignore[return-value]  # what the function returned
+
+
+def check_every_rank(link: ClusterLink) -> list[int]:
+    """Chunks that each rank's arena holds. Raises `IntegrityError` if one contradicts itself."""
+    answers = _answers([worker.check_integrity.remote() for worker in link.workers], link.deadline())
+    return [count for count in answers if isinstance(count, int)]
+
+
+def _answers(calls: Sequence[Ref], deadline: Deadline) -> list[object]:
+    answers: list[object] = []
+    failure: Exception | None = None
+    for rank, call in enumerate(calls):
+        try:
+            answers.append(wait_for_rank(call, timeout_s=deadline.remaining_s(), rank=rank))
+        except Exception as error:  # whatever a user's function raises: raised again when all have ended
+            failure = failure or error
+    if failure is not None:
+        raise failure
+    return answers
