@@ -61,7 +61,7 @@ class Coordinator:
             world.layout.holders,
             make_policy(world.cache_policy),
             epoch=epoch,
-            store_timeout_s=world.call_timeout_s,
+            call_timeout_s=world.call_timeout_s,
             lease_timeout_s=world.lease_timeout_s,
         )
         self._service = IndexService(index, clock=time.monotonic, free_slots=self._calls.free_slots)

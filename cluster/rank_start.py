@@ -62,7 +62,7 @@ def _engine_of(rank: Rank, coordinator: Actor) -> LMCacheEngine:
             ),
             shard=rank.shard,
             channel=_channel_of(rank, coordinator),
-            lease_names=LeaseNames(f"{client}-{os.getpid()}"),
+            lease_names=LeaseNames(f"{client}-{os.getpid()}", "ranks"),
             connector=rank.connector,
             min_retrieve_tokens=world.min_retrieve_tokens,
         )

@@ -71,12 +71,7 @@ def join_session(namespace: str) -> RaySession:
     """
     if ray.is_initialized():
         return RaySession(owns_ray=False)
-    try:
-        _connect(namespace, os.environ.get("RAY_ADDRESS") or "auto")
-    except ConnectionError as error:
-        raise ClusterError(
-            "no running Ray was found: start one with `ray start --head`, or set RAY_ADDRESS to one"
-        ) from error
+    _connect(namespace, os.environ.get("RAY_ADDRESS") or "auto")
     return RaySession(owns_ray=True)
 
 
@@ -114,8 +109,14 @@ def _simulate(namespace: str, num_nodes: int) -> RaySession:
 
 def _connect(namespace: str, address: str) -> None:
     _be_quiet()
-    with _own_sigterm():
-        ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
+    try:
+        with _own_sigterm():
+            ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
+    except ConnectionError as error:
+        raise ClusterError(
+            f"no running Ray answers at {address!r}: start one with `ray start --head`, or set RAY_ADDRESS to one; if it "
+            "asks for a token, set RAY_AUTH_MODE=token too"
+        ) from error
 
 
 def _be_quiet() -> None:

@@ -23,7 +23,7 @@ from lmcache_ray.first_rank import FIRST_RANK, ArenaChannel, FirstRankChannel, T
 from lmcache_ray.index.cache_index import CacheIndex
 from lmcache_ray.index.plans import ChunkRef
 from lmcache_ray.index.policy import make_policy
-from lmcache_ray.index_service import IndexService, LeaseNames, LocalIndex
+from lmcache_ray.index_service import IndexService, LeaseNames, LocalIndex, rank_client
 from lmcache_ray.keys import ChunkHasher
 from lmcache_ray.layout import Placement, WorldLayout, uniform_world
 from lmcache_ray.metadata import LMCacheMetadata
@@ -145,14 +145,14 @@ class _InProcessWorld:
             tuple(holders) or (FIRST_RANK,),
             make_policy(config.cache_policy),
             epoch=_INDEX_EPOCH,
-            store_timeout_s=config.call_timeout_s,
+            call_timeout_s=config.call_timeout_s,
             lease_timeout_s=config.lease_timeout_s,
         )
         self._service = IndexService(index, clock=time.monotonic, free_slots=self._free_slots)
 
     def index_client(self, rank: int) -> LocalIndex:
         """The index as `rank` speaks to it."""
-        return LocalIndex(self._service, f"rank{rank}")
+        return LocalIndex(self._service, rank_client(rank))
 
     def engine(
         self,
@@ -166,6 +166,7 @@ class _InProcessWorld:
 
         def close() -> None:
             leave()
+            self._service.drop_client(rank_client(rank))
             if rank in self._arenas:
                 self._arenas[rank].close()
 
@@ -177,16 +178,17 @@ class _InProcessWorld:
                 index=self.index_client(rank),
                 shard=self.shards.get(rank),
                 channel=channel,
-                lease_names=LeaseNames(f"rank{rank}"),
+                lease_names=LeaseNames(rank_client(rank), "world"),
                 connector=connector,
                 min_retrieve_tokens=self._config.min_retrieve_tokens,
                 on_close=close,
             )
         )
 
-    def _free_slots(self, rank: int, refs: Sequence[ChunkRef]) -> bool:
-        self.shards[rank].free(refs)
-        return True
+    def _free_slots(self, ranks: Sequence[int], refs: Sequence[ChunkRef]) -> Sequence[int]:
+        for rank in ranks:
+            self.shards[rank].free(refs)
+        return ranks
 
 
 def hasher_of(config: LMCacheEngineConfig, model_name: str) -> ChunkHasher:

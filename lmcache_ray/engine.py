@@ -152,7 +152,7 @@ class LMCacheEngine:
         """
         self._check_open()
         prompt = self._read(tokens, hashes, offsets, request_configs)
-        lease_id = lookup_lease(lookup_id, pin)
+        lease_id = self._parts.lease_names.for_lookup(lookup_id) if pin else None
         keys = prompt.keys if names_cpu_tier(search_range, argument="search_range") else []
         if not keys and lease_id is None:
             return 0
@@ -161,7 +161,7 @@ class LMCacheEngine:
     def lookup_unpin(self, lookup_id: str) -> None:
         """End the lease of a pinned lookup; an unknown or ended one is ignored."""
         self._check_open()
-        self._parts.index.release([LeaseNames.for_lookup(lookup_id)])
+        self._parts.index.release([self._parts.lease_names.for_lookup(lookup_id)])
 
     def loadable(self, tokens: TokenSequence, num_computed: int, request_configs: RequestConfigs | None = None) -> int:
         """Tokens that `retrieve` may still load when `num_computed` leading ones are there: never the whole prompt."""
@@ -230,12 +230,3 @@ class LMCacheEngine:
         if self._parts.connector is None:
             raise InvalidRequestError("kvcaches is missing: one tensor per layer is needed")
         return self._parts.connector
-
-
-def lookup_lease(lookup_id: str | None, pin: bool) -> str | None:
-    """The lease that a lookup takes, if it pins; `InvalidRequestError` if it pins without saying for whom."""
-    if not pin:
-        return None
-    if not isinstance(lookup_id, str) or not lookup_id:
-        raise InvalidRequestError(f"lookup(pin=True) needs a lookup_id, a non-empty text; got {lookup_id!r}")
-    return LeaseNames.for_lookup(lookup_id)

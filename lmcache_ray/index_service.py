@@ -6,19 +6,20 @@ coordinator actor owns the `IndexService` and the ranks hold a client that calls
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+from lmcache_ray.errors import InvalidRequestError
 from lmcache_ray.index.cache_index import CacheIndex
 from lmcache_ray.index.plans import ChunkRef, LoadPlan, StorePlan
 
 Acks = Mapping[int, Sequence[bool]]
 """Per rank, one flag for each chunk of a plan: True if that rank has committed it."""
 
-FreeSlots = Callable[[int, Sequence[ChunkRef]], bool]
-"""``free_slots(rank, refs)`` frees the slots on that rank; False if the rank could not be reached."""
+FreeSlots = Callable[[Sequence[int], Sequence[ChunkRef]], Collection[int]]
+"""``free_slots(ranks, refs)`` frees the slots on those ranks, at once; answers the ranks that have done it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,11 @@ class IndexClient(Protocol):
         ...
 
     def prepare_load(self, keys: Sequence[bytes], *, start: int, lease_ids: Sequence[str]) -> LoadPlan:
-        """Pin the leading READY chunks from `start` on, once under each of `lease_ids`, and say where they lie."""
+        """Pin the leading READY chunks from `start` on and say where they lie.
+
+        They are pinned under each of `lease_ids`, which end by time soon. Of several, number r is rank r's and also
+        ends with that rank.
+        """
         ...
 
     def release(self, lease_ids: Sequence[str]) -> None:
@@ -107,11 +112,11 @@ class IndexService:
                 )
 
     def prepare_load(self, keys: Sequence[bytes], *, client: str, start: int, lease_ids: Sequence[str]) -> LoadPlan:
-        """Pin ``keys[start:]`` as far as READY from key 0, once under each of `lease_ids`."""
+        """Pin ``keys[start:]`` as far as READY from key 0 under each of `lease_ids`; see `IndexClient.prepare_load`."""
         with self.at_now() as (index, now):
             plan = index.prepare_load(keys, lease_id=lease_ids[0], client=client, now=now, start=start)
-            for lease_id in lease_ids[1:]:
-                index.share(plan, lease_id, client=client, now=now)
+            for rank, lease_id in enumerate(lease_ids[1:], start=1):
+                index.share(plan, lease_id, client=rank_client(rank), now=now)
             return plan
 
     def release(self, lease_ids: Sequence[str]) -> None:
@@ -125,15 +130,18 @@ class IndexService:
         with self.at_now() as (index, _):
             plan = index.prepare_clear(keys)
             holders = index.holders
-        pending = []
         dropped = (*plan.refs, *plan.aborted)  # a write that a clear aborted must not be committed after it
-        for rank in holders if dropped else ():
-            if self._free_slots(rank, dropped):
-                with self.at_now() as (index, _):
-                    index.complete_clear(plan.plan_id, rank)
-            else:
-                pending.append(rank)
-        return ClearCounts(len(plan.refs), plan.num_kept, tuple(pending))
+        done = self._free_slots(holders, dropped) if dropped else holders
+        with self.at_now() as (index, _):
+            for rank in done:
+                index.complete_clear(plan.plan_id, rank)
+        pending = tuple(rank for rank in holders if rank not in done)
+        return ClearCounts(len(plan.refs), plan.num_kept, pending)
+
+    def drop_client(self, client: str) -> None:
+        """A client has ended: its leases end, and what it was writing is aborted."""
+        with self.at_now() as (index, _):
+            index.drop_client(client)
 
 
 class LocalIndex:
@@ -168,18 +176,29 @@ class LocalIndex:
         return self._service.clear(keys)
 
 
-class LeaseNames:
-    """Lease ids of one client's calls: never the same twice, never those of its users' lookups."""
+def rank_client(rank: int) -> str:
+    """The client name of a rank's own engine."""
+    return f"rank{rank}"
 
-    def __init__(self, client: str) -> None:
+
+class LeaseNames:
+    """Lease ids of one client's calls: never the same twice, never those of its users' lookups.
+
+    `scope` is shared by those who speak of the same requests, as the ranks of a world do: a lookup id means one lease
+    within it, and nothing outside.
+    """
+
+    def __init__(self, client: str, scope: str) -> None:
         self._client = client
+        self._scope = scope
         self._numbers = itertools.count()
 
     def for_load(self) -> str:
         """A new id for one load."""
         return f"load/{self._client}/{next(self._numbers)}"
 
-    @staticmethod
-    def for_lookup(lookup_id: str) -> str:
-        """The id of a lookup that pins, the same for every client: an engine's ranks share the request's lease."""
-        return f"lookup/{lookup_id}"
+    def for_lookup(self, lookup_id: str) -> str:
+        """The id of a lookup that pins. Raises `InvalidRequestError` if it is not a non-empty text."""
+        if not isinstance(lookup_id, str) or not lookup_id:
+            raise InvalidRequestError(f"lookup(pin=True) needs a lookup_id, a non-empty text; got {lookup_id!r}")
+        return f"lookup/{self._scope}/{lookup_id}"

@@ -100,7 +100,7 @@ class Retrieval:
         if self._channel is not None:
             try:
                 self._channel.send(SharedLoad(plan.start, plan.refs, lease_ids))
-            except BroadcastError:  # the others know already that nothing comes: a miss there, not here
+            except (BroadcastError, DeadlineError):  # a miss on the others, who know or will find out; not here
                 self._index.release(lease_ids[1:])
             except BaseException:
                 self._index.release(lease_ids)
@@ -118,9 +118,10 @@ class Retrieval:
         if received is None:
             return _nothing(call)
         if not matches(received.load, call.prompt.keys, call.start // self._layout.chunk_size):
-            assert self._channel is not None, "what was received came through a channel"
-            self._channel.out_of_step(f"rank {self._worker_id} was sent another prompt's load")
             self._give_back(received)
+            assert self._channel is not None, "what was received came through a channel"
+            with suppress(LMCacheRayError):  # then the next call finds out; this one is a miss either way
+                self._channel.out_of_step(f"rank {self._worker_id} was sent another prompt's load")
             return _nothing(call)
         return self._deliver(call, _PinnedLoad(received.load.refs, received.source, self._own_lease(received.load)))
 

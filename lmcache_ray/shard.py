@@ -5,7 +5,7 @@ read only if the slot was COMMITTED(g) before and after the last byte (see `aren
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -107,20 +107,25 @@ class EngineShard:
 
         return self._write(refs, copy)
 
-    def settle(self, refs: Sequence[ChunkRef]) -> bool:
-        """Make sure that none of `refs` is or ever will be written here; False while one is being written."""
+    def settle(self, refs: Sequence[ChunkRef]) -> list[bool]:
+        """Make sure that `refs` are not and never will be written here; per ref False while it is being written."""
         with self._lock:
-            if not self._in_progress.isdisjoint(ref.generation for ref in refs):
-                return False
-            for ref in refs:
-                if not self._slots.abort(ref.slot, ref.generation):
-                    self._slots.free(ref.slot, ref.generation)
-            return True
+            idle = [ref.generation not in self._in_progress for ref in refs]
+            self._drop(ref for ref, is_idle in zip(refs, idle, strict=True) if is_idle)
+        return idle
 
     def free(self, refs: Sequence[ChunkRef]) -> None:
-        """Drop these chunks; those that are not there any more are left alone."""
+        """Drop these chunks, written or not: none of them is here now, and none can be committed any more.
+
+        A slot whose generation is newer is left alone. A write in progress goes on, and ends without a commit.
+        """
+        with self._lock:
+            self._drop(refs)
+
+    def _drop(self, refs: Iterable[ChunkRef]) -> None:
         for ref in refs:
-            self._slots.free(ref.slot, ref.generation)
+            if not self._slots.abort(ref.slot, ref.generation):
+                self._slots.free(ref.slot, ref.generation)
 
     def _write(self, refs: Sequence[ChunkRef], fill: Callable[[int, np.ndarray], int]) -> list[bool]:
         """`fill(position, data)` writes one chunk's bytes and answers its number of tokens."""
@@ -136,7 +141,8 @@ class EngineShard:
     def _write_one(self, position: int, ref: ChunkRef, fill: Callable[[int, np.ndarray], int]) -> bool:
         slots = self._slots
         try:
-            slots.begin_write(ref.slot, ref.generation)
+            with self._lock:  # each look at a slot's word and the store that follows it belong together
+                slots.begin_write(ref.slot, ref.generation)
         except ProtocolError:
             return False
         try:
@@ -145,8 +151,9 @@ class EngineShard:
             slots.abort(ref.slot, ref.generation)
             raise
         try:
-            slots.commit(ref.slot, ref.generation, ref.key, num_tokens)
-        except ProtocolError:  # freed meanwhile, by a clear
+            with self._lock:
+                slots.commit(ref.slot, ref.generation, ref.key, num_tokens)
+        except ProtocolError:  # dropped meanwhile, by a clear
             return False
         return True
 

@@ -25,8 +25,9 @@ class CacheIndex:
     """Chunks by key, in `num_slots` slots that each of the ranks `holders` has. `policy` must be new.
 
     Generations and plan ids are issued once in the life of a cluster if every index gets an `epoch` above the last
-    one's. A store must be answered in `store_timeout_s`, a lease renewed in `lease_timeout_s` seconds; both are ended
-    by `expire`. Keys are any bytes, by convention 32-byte digests, in prompt order; a prompt may repeat a key.
+    one's. A store must be answered, and a load ended, within `call_timeout_s` seconds; other leases last
+    `lease_timeout_s`. What is overdue is ended by `expire`. Keys are any bytes, by convention 32-byte digests, in
+    prompt order; a prompt may repeat a key.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class CacheIndex:
         policy: EvictionPolicy,
         *,
         epoch: int,
-        store_timeout_s: float,
+        call_timeout_s: float,
         lease_timeout_s: float,
     ) -> None:
         if num_slots < 1:
@@ -45,14 +46,15 @@ class CacheIndex:
             raise ConfigError(f"holders must be distinct ranks, at least one, not {list(holders)}")
         if not 0 <= epoch < 1 << EPOCH_BITS:
             raise ConfigError(f"epoch must be in 0 .. {(1 << EPOCH_BITS) - 1}, not {epoch}")
-        for name, timeout_s in (("store_timeout_s", store_timeout_s), ("lease_timeout_s", lease_timeout_s)):
+        for name, timeout_s in (("call_timeout_s", call_timeout_s), ("lease_timeout_s", lease_timeout_s)):
             if not timeout_s > 0:
                 raise ConfigError(f"{name} must be above 0 seconds, not {timeout_s}")
         self.holders: Final = tuple(holders)
         self._table: Final = SlotTable(num_slots, policy, epoch=epoch)
+        self._call_timeout_s: Final = call_timeout_s
         self._leases: Final = LeaseTable(lease_timeout_s)
         self._ledger: Final = WriteLedger(
-            self._table, self.holders, timeout_s=store_timeout_s, first_plan_id=(epoch << COUNTER_BITS) + 1
+            self._table, self.holders, timeout_s=call_timeout_s, first_plan_id=(epoch << COUNTER_BITS) + 1
         )
         self._planner: Final = StorePlanner(
             self._table, is_pinned=self._leases.is_pinned, can_join=self._ledger.can_join
@@ -98,12 +100,13 @@ class CacheIndex:
             return Deferred.KEY_BEING_WRITTEN
         self._table.policy.touch(reversed(run))
         slots = run[start:]
-        self._leases.hold(lease_id, client, slots, now)
+        self._leases.hold(lease_id, client, slots, now, timeout_s=self._call_timeout_s)
         return LoadPlan(lease_id, self._table.refs(slots), start)
 
     def share(self, plan: LoadPlan, lease_id: str, *, client: str, now: float) -> None:
         """Pin the refs of a load plan whose lease still lasts under one more lease; not another use of them."""
-        self._leases.hold(lease_id, client, [ref.slot for ref in plan.refs], now)
+        slots = [ref.slot for ref in plan.refs]
+        self._leases.hold(lease_id, client, slots, now, timeout_s=self._call_timeout_s)
 
     def release(self, lease_id: str) -> bool:
         """End a lease; False if there is none of that id (any more)."""

@@ -14,10 +14,11 @@ class _Lease:
     client: str
     slots: tuple[int, ...]
     expires: float
+    timeout_s: float
 
 
 class LeaseTable:
-    """Leases by id. Every lease lasts `timeout_s` seconds from when it was last asked for or renewed."""
+    """Leases by id. A lease lasts `timeout_s` seconds, or its own, from when it was last asked for or renewed."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -32,7 +33,9 @@ class LeaseTable:
         """True if any lease holds the slot."""
         return slot in self._pins
 
-    def hold(self, lease_id: str, client: str, slots: Iterable[int], now: float) -> None:
+    def hold(
+        self, lease_id: str, client: str, slots: Iterable[int], now: float, *, timeout_s: float | None = None
+    ) -> None:
         """Let the lease hold exactly these slots, from now on for `client`; no slots end it.
 
         A lease of that id, whoever had it, is replaced: ids are one name space for all clients.
@@ -43,8 +46,9 @@ class LeaseTable:
             pins[slot] = pins.get(slot, 0) + 1
         self.release(lease_id)
         if held:
-            expires = now + self._timeout_s
-            self._leases[lease_id] = _Lease(client, held, expires)
+            lasting = self._timeout_s if timeout_s is None else timeout_s
+            expires = now + lasting
+            self._leases[lease_id] = _Lease(client, held, expires, lasting)
             self._none_ends_before = min(self._none_ends_before, expires)
 
     def release(self, lease_id: str) -> bool:
@@ -61,11 +65,11 @@ class LeaseTable:
         return True
 
     def renew(self, lease_id: str, now: float) -> bool:
-        """Let a lease last `timeout_s` from now; False if there is none of that id (any more)."""
+        """Let a lease last its full time from now; False if there is none of that id (any more)."""
         lease = self._leases.get(lease_id)
         if lease is None:
             return False
-        lease.expires = now + self._timeout_s
+        lease.expires = now + lease.timeout_s
         self._none_ends_before = min(self._none_ends_before, lease.expires)
         return True
 

@@ -24,7 +24,7 @@ class InProcessWorld:
         self.layout = layout
         self.shards = {rank: EngineShard(arena.slots) for rank, arena in arenas.items()}
         index = CacheIndex(
-            num_slots, layout.holders, make_policy("LRU"), epoch=1, store_timeout_s=600, lease_timeout_s=600
+            num_slots, layout.holders, make_policy("LRU"), epoch=1, call_timeout_s=600, lease_timeout_s=600
         )
         self._service = IndexService(index, clock=time.monotonic, free_slots=self._free_slots)
 

@@ -280,11 +280,11 @@ def test_abort_frees_at_once_what_was_not_answered() -> None:
         ({"holders": [0, 0]}, r"holders.*\[0, 0\]"),
         ({"holders": [-1]}, "holders"),
         ({"epoch": 1 << 22}, "epoch"),
-        ({"store_timeout_s": 0.0}, "store_timeout_s"),
+        ({"call_timeout_s": 0.0}, "call_timeout_s"),
         ({"lease_timeout_s": float("nan")}, "lease_timeout_s"),
     ],
 )
 def test_an_impossible_index_is_refused(changes: dict[str, object], message: str) -> None:
-    arguments = {"num_slots": 1, "holders": [0], "epoch": 0, "store_timeout_s": 1.0, "lease_timeout_s": 1.0} | changes
+    arguments = {"num_slots": 1, "holders": [0], "epoch": 0, "call_timeout_s": 1.0, "lease_timeout_s": 1.0} | changes
     with pytest.raises(ConfigError, match=message):
         CacheIndex(policy=make_policy("LRU"), **arguments)  # type: ignore[arg-type]
