@@ -6,6 +6,7 @@ A local Ray can consist of several simulated nodes: real raylets on one machine,
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ import ray
 from lmcache_ray.errors import ClusterError
 
 _OBJECT_STORE_NBYTES: Final = 256 * 2**20
+_CONNECT_TIMEOUT_S: Final = 10.0
 _NODE_CPUS: Final = 4  # more than this project asks for: its actors reserve memory, not cores
 
 
@@ -110,13 +112,21 @@ def _simulate(namespace: str, num_nodes: int) -> RaySession:
 def _connect(namespace: str, address: str) -> None:
     _be_quiet()
     try:
+        _check_answers(address)
         with _own_sigterm():
             ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
-    except ConnectionError as error:
+    except OSError as error:
         raise ClusterError(
-            f"no running Ray answers at {address!r}: start one with `ray start --head`, or set RAY_ADDRESS to one; if it "
-            "asks for a token, set RAY_AUTH_MODE=token too"
+            f"no running Ray answers at {address!r}: start one with `ray start --head`, or set RAY_ADDRESS to one; if "
+            "it asks for a token, set RAY_AUTH_MODE=token too"
         ) from error
+
+
+def _check_answers(address: str) -> None:
+    """Raises `OSError` if nobody listens at "host:port", where Ray would try for 13 minutes."""
+    host, separator, port = address.rpartition(":")
+    if separator and "/" not in host and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S).close()
 
 
 def _be_quiet() -> None:
