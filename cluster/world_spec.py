@@ -69,11 +69,12 @@ def kv_spec(
     kv_source: "str | KVSource | None",
     num_blocks: int | None,
 ) -> KVSpec:
-    """The ranks' paged KV: `num_blocks` as given, else that of the first layer group, else 256."""
+    """The ranks' paged KV: `num_blocks` as given, else that of the first layer group, else 256.
+
+    Raises `ConfigError` or `ShapeSpecError`.
+    """
     if num_blocks is None:
-        shape = layer_groups[0].shape if layer_groups else ()
-        num_blocks = shape[-3] if len(shape) in (3, 5) else _DEFAULT_NUM_BLOCKS
-        num_blocks = shape[1] if len(shape) == 3 else num_blocks
+        num_blocks = layer_groups[0].num_blocks if layer_groups else _DEFAULT_NUM_BLOCKS
     if type(num_blocks) is not int or num_blocks < 1:
         raise ConfigError(f"num_blocks must be a whole number, at least 1; got {num_blocks!r}")
     return KVSpec(kv_source, num_blocks, config.block_size)

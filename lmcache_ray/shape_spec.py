@@ -54,6 +54,17 @@ class LayerGroupSpec:
         except LayoutError as error:
             raise ShapeSpecError(f"LayerGroupSpec.dtype: {error}") from None
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of each layer's paged KV. Raises `ShapeSpecError` for a shape without a meaning."""
+        return _five_dims("layer group", self)[2]
+
+    @property
+    def token_nbytes(self) -> int:
+        """Bytes of one token in all layers of the group. Raises `ShapeSpecError` for a shape without a meaning."""
+        num_layers, kv_dim, _, num_heads, head_size = _five_dims("layer group", self)
+        return num_layers * kv_dim * num_heads * head_size * self.dtype.itemsize
+
 
 def parse_kvcache_shape_spec(spec_str: str) -> list[LayerGroupSpec]:
     """The groups of ``(d0,...):dtype:layer_count[;...]``, of any number of dimensions.
@@ -91,7 +102,7 @@ def calculate_composite_kv_cache_shape(layer_groups: Sequence[LayerGroupSpec]) -
     Raises `ShapeSpecError` without groups, or for one with neither five nor three dimensions.
     """
     _require_groups(layer_groups)
-    shapes = [_five_dims(number, group) for number, group in enumerate(layer_groups, 1)]
+    shapes = [_five_dims(_where(number), group) for number, group in enumerate(layer_groups, 1)]
     num_layers = sum(group.layer_count for group in layer_groups)
     _, kv_dim, num_blocks, _, _ = shapes[0]
     return num_layers, kv_dim, num_blocks, max(shape[3] for shape in shapes), max(shape[4] for shape in shapes)
@@ -147,16 +158,16 @@ def layer_groups_manager(
     infos: list[KVLayerGroupInfo] = []
     for spec, group in zip(shard_specs(layer_groups, use_mla=use_mla), layer_groups, strict=True):
         if len(group.shape) == 3:
-            shape = torch.Size((group.shape[1], block_size, spec.head_size))
+            shape = torch.Size((group.num_blocks, block_size, spec.head_size))
         else:
-            shape = torch.Size((spec.kv_size, group.shape[2], block_size, spec.num_heads, spec.head_size))
+            shape = torch.Size((spec.kv_size, group.num_blocks, block_size, spec.num_heads, spec.head_size))
         names = [f"model.layers.{layer}" for layer in spec.layers]
         infos.append(KVLayerGroupInfo(names, list(spec.layers), shape, group.dtype))
     return KVLayerGroupsManager(infos)
 
 
 def _parse_group(number: int, text: str) -> LayerGroupSpec:
-    where = _where(number, text)
+    where = f"{_where(number)} {_short(text)}"
     if not text:
         raise ShapeSpecError(f"{where} is empty; accepted: {_FORM}")
     match = _GROUP.fullmatch(text)
@@ -189,14 +200,14 @@ def _format_group(group: LayerGroupSpec) -> str:
     return f"({dims}):{from_torch_dtype(group.dtype).value}:{group.layer_count}"
 
 
-def _five_dims(number: int, group: LayerGroupSpec) -> KVShape:
-    """The shape with kv_dim and heads spelled out."""
+def _five_dims(where: str, group: LayerGroupSpec) -> KVShape:
+    """The shape with kv_dim and heads spelled out; `where` names the group in the message of a `ShapeSpecError`."""
     if len(group.shape) == 3:
         num_layers, num_blocks, head_size = group.shape
         return num_layers, 1, num_blocks, 1, head_size
     if len(group.shape) != 5:
         raise ShapeSpecError(
-            f"{_where(number, _format_group(group))} has {len(group.shape)} dimensions; accepted: five (num_layers, "
+            f"{where} {_short(_format_group(group))} has {len(group.shape)} dimensions; accepted: five (num_layers, "
             "kv_dim, num_blocks, num_heads, head_size), or three (num_layers, num_blocks, head_size) with MLA"
         )
     num_layers, kv_dim, num_blocks, num_heads, head_size = group.shape
@@ -205,12 +216,12 @@ def _five_dims(number: int, group: LayerGroupSpec) -> KVShape:
 
 def _rows_of(number: int, group: LayerGroupSpec, use_mla: bool) -> tuple[int, int]:
     """Heads and head size of a group that an engine can be built from."""
-    num_layers, kv_dim, _, num_heads, head_size = _five_dims(number, group)
+    num_layers, kv_dim, _, num_heads, head_size = _five_dims(_where(number), group)
     wrong = _wrong_kv_dim(kv_dim, use_mla)
     if num_layers != group.layer_count:
         wrong = f"its first dimension says {num_layers} layers, its layer_count says {group.layer_count}"
     if wrong:
-        raise ShapeSpecError(f"{_where(number, _format_group(group))}: {wrong}")
+        raise ShapeSpecError(f"{_where(number)} {_short(_format_group(group))}: {wrong}")
     return num_heads, head_size
 
 
@@ -251,8 +262,8 @@ def _check_number(where: str, value: object, maximum: int) -> None:
         raise ShapeSpecError(f"{where} = {value!r} must be a whole number from 1 to {maximum}")
 
 
-def _where(number: int, text: str) -> str:
-    return f"KV shape spec, group {number} {_short(text)}"
+def _where(number: int) -> str:
+    return f"KV shape spec, group {number}"
 
 
 def _short(value: object) -> str:

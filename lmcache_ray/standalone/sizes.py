@@ -52,18 +52,14 @@ def world_sizes(
     """
     rank = layout.ranks[0]
     num_slots = num_slots_of(config, layout)
-    num_blocks = tuple(group.shape[2] if len(group.shape) == 5 else group.shape[1] for group in layer_groups)
     return WorldSizes(
         world_size=layout.world_size,
         num_arenas=len(layout.holders),
         num_slots=num_slots,
         group_chunk_nbytes=tuple(group.token_nbytes * layout.chunk_size for group in rank.groups),
         arena_nbytes=arena_nbytes(num_slots, rank.slot_nbytes),
-        num_blocks=num_blocks,
-        kv_nbytes=sum(
-            blocks * config.block_size * group.token_nbytes
-            for blocks, group in zip(num_blocks, rank.groups, strict=True)
-        ),
+        num_blocks=tuple(group.num_blocks for group in layer_groups),
+        kv_nbytes=sum(group.num_blocks * config.block_size * group.token_nbytes for group in layer_groups),
     )
 
 

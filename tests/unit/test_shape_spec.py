@@ -264,3 +264,16 @@ def test_groups_reach_the_metadata(text: str, use_mla: bool, shapes: list[tuple[
     ]
     last = made.kv_layer_groups_manager.kv_layer_groups[-1]
     assert last.layer_names == [f"model.layers.{layer}" for layer in last.layer_indices]
+
+
+def test_blocks_and_token_bytes_of_a_group() -> None:
+    full, latent = parse_kvcache_shape_spec("(2,2,256,4,16):float16:2;(3,64,576):bfloat16:3")
+    assert (full.num_blocks, full.token_nbytes) == (256, 2 * 2 * 4 * 16 * 2)
+    assert (latent.num_blocks, latent.token_nbytes) == (64, 3 * 576 * 2)
+
+
+def test_a_group_without_a_meaning_has_neither() -> None:
+    (group,) = parse_kvcache_shape_spec("(2,2,4,16):float16:2")
+    for size in (lambda: group.num_blocks, lambda: group.token_nbytes):
+        with pytest.raises(ShapeSpecError, match=r"layer group '\(2,2,4,16\):float16:2' has 4 dimensions"):
+            size()
