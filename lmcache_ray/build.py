@@ -166,7 +166,7 @@ class _InProcessWorld:
 
         def close() -> None:
             leave()
-            self._service.drop_client(rank_client(rank))
+            self._service.rank_lost(rank)
             if rank in self._arenas:
                 self._arenas[rank].close()
 

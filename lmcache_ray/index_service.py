@@ -71,6 +71,7 @@ class IndexService:
         self._clock = clock
         self._free_slots = free_slots
         self._lock = threading.Lock()
+        self._lost_ranks: set[int] = set()
 
     @contextmanager
     def at_now(self) -> Iterator[tuple[CacheIndex, float]]:
@@ -116,7 +117,8 @@ class IndexService:
         with self.at_now() as (index, now):
             plan = index.prepare_load(keys, lease_id=lease_ids[0], client=client, now=now, start=start)
             for rank, lease_id in enumerate(lease_ids[1:], start=1):
-                index.share(plan, lease_id, client=rank_client(rank), now=now)
+                if rank not in self._lost_ranks:
+                    index.share(plan, lease_id, client=rank_client(rank), now=now)
             return plan
 
     def release(self, lease_ids: Sequence[str]) -> None:
@@ -142,6 +144,12 @@ class IndexService:
         """A client has ended: its leases end, and what it was writing is aborted."""
         with self.at_now() as (index, _):
             index.drop_client(client)
+
+    def rank_lost(self, rank: int) -> None:
+        """A rank has ended for good: its client is dropped, and no load is pinned for it any more."""
+        with self.at_now() as (index, _):
+            index.drop_client(rank_client(rank))
+            self._lost_ranks.add(rank)
 
 
 class LocalIndex:

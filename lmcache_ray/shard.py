@@ -148,7 +148,8 @@ class EngineShard:
         try:
             num_tokens = fill(position, slots.data(ref.slot))
         except BaseException:
-            slots.abort(ref.slot, ref.generation)
+            with self._lock:
+                slots.abort(ref.slot, ref.generation)
             raise
         try:
             with self._lock:

@@ -48,7 +48,7 @@ class ServingEngine:
         self.name = name
         self.client = world.client(name)
         self._world = world
-        self._leases = LeaseNames(name)
+        self._leases = LeaseNames(name, name)
         self._free_rows = list(range(num_rows))
         self._kvs = [
             allocate_kv_caches(layout, num_blocks=[num_rows // CHUNK] * len(layout.groups), block_size=CHUNK)
@@ -191,7 +191,7 @@ class ServingEngine:
         ]
 
     def _lease_of(self, req_id: str) -> str:
-        return LeaseNames.for_lookup(f"{self.name}/{req_id}")
+        return self._leases.for_lookup(req_id)
 
 
 @cache

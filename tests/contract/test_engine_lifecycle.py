@@ -1,7 +1,7 @@
 """The life-cycle scenarios against the in-process index."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -10,6 +10,7 @@ import pytest
 from lmcache_ray.arena.arena import Arena
 from lmcache_ray.arena.spec import ArenaGeometry, ArenaSpec
 from lmcache_ray.index.cache_index import CacheIndex
+from lmcache_ray.index.plans import ChunkRef
 from lmcache_ray.index.policy import make_policy
 from lmcache_ray.index_service import IndexService, LocalIndex
 from lmcache_ray.layout import WorldLayout
@@ -28,9 +29,10 @@ class InProcessWorld:
         )
         self._service = IndexService(index, clock=time.monotonic, free_slots=self._free_slots)
 
-    def _free_slots(self, rank: int, refs: object) -> bool:
-        self.shards[rank].free(refs)  # type: ignore[arg-type]
-        return True
+    def _free_slots(self, ranks: Sequence[int], refs: Sequence[ChunkRef]) -> Sequence[int]:
+        for rank in ranks:
+            self.shards[rank].free(refs)
+        return ranks
 
     def client(self, name: str) -> LocalIndex:
         return LocalIndex(self._service, name)
@@ -44,7 +46,7 @@ class InProcessWorld:
         for shard in self.shards.values():
             shard.slots.check_integrity()
             held = {(chunk.key, chunk.slot, chunk.generation) for chunk in shard.slots.committed()}
-            assert cached <= held, "every READY chunk lies where the index says, on every holder"
+            assert cached == held, "every READY chunk lies where the index says, on every holder"
 
 
 class TestInProcess(LifecycleSuite):

@@ -9,7 +9,7 @@ from lmcache_ray.index.slot_table import SlotState
 
 
 def make_index(num_slots: int, holders: Sequence[int] = (0, 1), policy: str = "LRU", epoch: int = 1) -> CacheIndex:
-    """An empty index whose stores and leases last 10 and 100 seconds."""
+    """An empty index whose calls (stores and loads) last 10 seconds and other leases 100."""
     return CacheIndex(num_slots, holders, make_policy(policy), epoch=epoch, call_timeout_s=10.0, lease_timeout_s=100.0)
 
 

@@ -164,7 +164,12 @@ def test_when_rank_0_is_closed_the_others_do_not_wait_for_it(tmp_path: Path) -> 
 def test_a_closed_receiver_holds_up_nobody(tmp_path: Path) -> None:
     with make_world(tmp_path, 3, use_mla=True, call_timeout_s=LONG_S) as world:
         world.store(TOKENS, ROWS)
+        world.engines[0].retrieve(TOKENS, kvcaches=world.kvs[0], slot_mapping=ROWS)
+        assert world.index().counts().leases == 2, "those of the two that have not come yet"
         world.engines[2].close()
+        assert int(world.engines[1].retrieve(TOKENS, kvcaches=world.kvs[1], slot_mapping=ROWS).sum()) == 12
+        assert world.index().counts().leases == 0
         for _ in range(3):
             rest = World(world.engines[:2], world.layout, world.kvs[:2])
             assert counts(rest, retrieve(TOKENS)) == [12, 12]
+        assert world.index().counts().leases == 0, "nobody waits for the closed one"

@@ -69,14 +69,28 @@ def test_what_is_leased_is_kept_until_time_is_up_or_the_client_is_gone() -> None
     store(index, "a")
     store(index, "b")
     load(index, "a", "first", now=0.0)
-    load(index, "b", "second", now=30.0)
-    assert index.renew("first", now=20.0) is True
-    assert index.expire(119.0).lease_ids == ()
-    assert index.expire(120.0).lease_ids == ("first",)
-    assert names(store(index, "xy", now=120.0).evicted) == "a"
+    load(index, "b", "second", now=9.0)
+    assert index.renew("first", now=5.0) is True
+    assert index.expire(14.0).lease_ids == ()
+    assert index.expire(15.0).lease_ids == ("first",)
+    assert names(store(index, "xy", now=15.0).evicted) == "a"
     assert index.drop_client("reader").lease_ids == ("second",)
     assert index.renew("second", now=0.0) is False
     index.check_integrity()
+
+
+def test_a_load_ends_with_its_call_and_a_pinned_lookup_lasts_longer() -> None:
+    index = make_index(4)
+    store(index, "abcd")
+    index.pin(keys_of("a"), "request", "engine", now=0.0)
+    plan = load(index, "b", "load")
+    index.share(plan, "shared load", client="reader", now=0.0)
+    load(index, "abcd", "whole load", now=1.0)
+    assert index.expire(9.9).lease_ids == ()
+    assert index.expire(10.0).lease_ids == ("load", "shared load")
+    assert index.expire(11.0).lease_ids == ("whole load",)
+    assert index.expire(99.0).lease_ids == ()
+    assert index.expire(100.0).lease_ids == ("request",)
 
 
 def test_a_deferring_load_stops_at_a_key_that_is_being_written_and_changes_nothing() -> None:

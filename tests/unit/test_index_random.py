@@ -177,7 +177,7 @@ class Simulation:
         assert list(plan.refs) == [self.ready[key] for key in expected]
         self.leases.pop(lease_id, None)
         if expected:
-            self.leases[lease_id] = (client, set(expected), self.now + 100.0)
+            self.leases[lease_id] = (client, set(expected), self.now + 10.0)
 
     def release(self) -> None:
         lease_id = self.rng.choice("xyz")

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 import pytest
 
+from lmcache_ray.errors import InvalidRequestError
 from lmcache_ray.index.cache_index import CacheIndex
 from lmcache_ray.index.plans import ChunkRef, IndexCounts
-from lmcache_ray.index_service import ClearCounts, IndexService, LeaseNames, LocalIndex
+from lmcache_ray.index_service import ClearCounts, IndexService, LeaseNames, LocalIndex, rank_client
 from tests.unit.index_builders import keys_of, make_index
 
-STORE_S, LEASE_S = 10.0, 100.0  # those of make_index
+CALL_S, LEASE_S = 10.0, 100.0  # those of make_index
 
 
 class Ranks:
@@ -21,11 +22,11 @@ class Ranks:
         self.absent = set(absent)
         self.freed: dict[int, list[bytes]] = {}
 
-    def free_slots(self, rank: int, refs: Sequence[ChunkRef]) -> bool:
-        if rank in self.absent:
-            return False
-        self.freed.setdefault(rank, []).extend(ref.key for ref in refs)
-        return True
+    def free_slots(self, ranks: Sequence[int], refs: Sequence[ChunkRef]) -> set[int]:
+        present = set(ranks) - self.absent
+        for rank in present:
+            self.freed.setdefault(rank, []).extend(ref.key for ref in refs)
+        return present
 
 
 class Door:
@@ -120,9 +121,48 @@ def test_a_load_of_nothing_pins_nothing(door: Door) -> None:
     assert door.counts().leases == 0
 
 
+def test_a_rank_that_never_reads_its_load_holds_no_lease_after_the_call_is_over(door: Door) -> None:
+    door.store("abcd")
+    door.client.prepare_load(keys_of("abcd"), start=0, lease_ids=["rank 0's", "rank 1's"])
+    door.client.release(["rank 0's"])
+    assert door.store("wxyz") == 0, "rank 1 may still read"
+    door.now += CALL_S
+    assert door.counts().leases == 0
+    assert door.store("wxyz") == 4
+
+
+def test_the_lease_of_a_rank_ends_at_once_with_that_rank(door: Door) -> None:
+    door.store("ab")
+    door.client.prepare_load(keys_of("ab"), start=0, lease_ids=["of 0", "of 1", "of 2"])
+    door.client.release(["of 0"])
+    door.service.drop_client(rank_client(2))
+    assert door.counts().leases == 1
+    door.service.drop_client(rank_client(1))
+    assert door.counts().leases == 0
+
+
+def test_no_load_is_pinned_for_a_rank_that_has_ended_for_good(door: Door) -> None:
+    door.store("ab")
+    door.client.prepare_load(keys_of("ab"), start=0, lease_ids=["of 0", "of 1", "of 2"])
+    door.service.rank_lost(1)
+    assert door.counts().leases == 2
+    door.client.release(["of 0", "of 2"])
+    door.client.prepare_load(keys_of("ab"), start=0, lease_ids=["of 0", "of 1", "of 2"])
+    assert door.counts().leases == 2
+
+
+def test_the_first_lease_of_a_load_is_the_callers_own(door: Door) -> None:
+    door.store("ab")
+    door.client.prepare_load(keys_of("ab"), start=0, lease_ids=["of 0", "of 1"])
+    door.service.drop_client(rank_client(0))
+    assert door.counts().leases == 2, "this caller is not rank 0's engine"
+    door.service.drop_client("client")
+    assert door.counts().leases == 1
+
+
 def test_a_store_that_nobody_answers_for_ends_by_the_clock(door: Door) -> None:
     plan = door.client.prepare_store(keys_of("ab"), start=0, rank=None)
-    door.now += STORE_S
+    door.now += CALL_S
     counts = door.counts()
     assert (counts.writing, counts.quarantined, counts.free) == (0, 2, 2), "a rank may still be writing"
     late = door.client.complete_store(plan, keys_of("ab"), {rank: [True, True] for rank in (0, 1)})
@@ -139,6 +179,16 @@ def test_clear_frees_the_slots_on_every_rank_before_it_returns(door: Door) -> No
     assert door.client.clear(None) == ClearCounts(0, 0)
 
 
+def test_clear_has_the_ranks_drop_what_is_being_written_too(door: Door) -> None:
+    door.store("a")
+    writing = door.client.prepare_store(keys_of("abc"), start=0, rank=None)
+    assert door.client.clear(None) == ClearCounts(1, 0)
+    assert {rank: sorted(keys) for rank, keys in door.ranks.freed.items()} == dict.fromkeys((0, 1), keys_of("abc"))
+    assert door.counts().quarantined == 2, "their writers have not answered"
+    assert door.client.complete_store(writing, keys_of("abc"), {rank: [True, True] for rank in (0, 1)}) == 0
+    assert door.counts().free == 4
+
+
 def test_ranks_out_of_reach_are_pending_and_their_slots_unused() -> None:
     door = Door(4, 1)
     door.store("abc")
@@ -149,10 +199,36 @@ def test_ranks_out_of_reach_are_pending_and_their_slots_unused() -> None:
 
 
 def test_leases_of_loads_are_never_those_of_lookups_or_of_other_clients() -> None:
-    names = [LeaseNames("rank0"), LeaseNames("rank1")]
+    names = [LeaseNames("rank0", "world"), LeaseNames("rank1", "world")]
     made = [name.for_load() for _ in range(3) for name in names]
     assert len(set(made)) == 6
-    assert LeaseNames.for_lookup("rank0/0") not in made and LeaseNames.for_lookup("x") == LeaseNames.for_lookup("x")
+    assert names[0].for_lookup("rank0/0") not in made
+
+
+def test_a_lookup_id_means_one_lease_within_its_scope_and_nothing_outside() -> None:
+    rank0, rank1, other = LeaseNames("rank0", "world"), LeaseNames("rank1", "world"), LeaseNames("driver", "driver")
+    assert rank0.for_lookup("r") == rank1.for_lookup("r") != other.for_lookup("r")
+
+
+def test_clients_of_different_scopes_do_not_end_each_others_lookups(door: Door) -> None:
+    door.store("abcd")
+    names = [LeaseNames(scope, scope) for scope in ("one", "other")]
+    clients = [LocalIndex(door.service, scope) for scope in ("one", "other")]
+    for client, name, text in zip(clients, names, ("ab", "abcd"), strict=True):
+        assert client.lookup(keys_of(text), name.for_lookup("r")) == len(text)
+    clients[0].release([names[0].for_lookup("r")])
+    assert clients[1].clear(None) == ClearCounts(0, 4), "the other's four are still pinned"
+    clients[0].lookup(keys_of("a"), names[0].for_lookup("r"))
+    door.service.drop_client("one")
+    assert door.counts().leases == 1
+    clients[1].release([names[1].for_lookup("r")])
+    assert clients[1].clear(None) == ClearCounts(4, 0)
+
+
+@pytest.mark.parametrize("lookup_id", ["", None, 7])
+def test_a_lookup_id_is_a_text(lookup_id: object) -> None:
+    with pytest.raises(InvalidRequestError, match="lookup_id.*non-empty"):
+        LeaseNames("rank0", "world").for_lookup(lookup_id)  # type: ignore[arg-type]
 
 
 def test_many_threads_at_once_keep_the_index_sound() -> None:

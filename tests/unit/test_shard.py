@@ -1,7 +1,8 @@
 """One rank's bytes: what a plan writes, what a reader believes, and what a failure leaves."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -110,7 +111,7 @@ def test_a_failed_copy_aborts_its_chunk_and_leaves_the_rest_free(shard: EngineSh
     with pytest.raises(RuntimeError, match="device lost"):
         shard.store([ref(0, 1, 0), ref(1, 2, 1), ref(2, 3, 2)], chunks(0, 4, 8), ArrayConnector(after=fail_second))
     assert [shard.slots.word(slot).state for slot in range(3)] == [SlotState.COMMITTED, SlotState.FREE, SlotState.FREE]
-    assert shard.settle([ref(0, 1, 0), ref(1, 2, 1), ref(2, 3, 2)]), "no write is left in progress"
+    assert all(shard.settle([ref(0, 1, 0), ref(1, 2, 1), ref(2, 3, 2)])), "no write is left in progress"
     assert shard.slots.num_committed == 0
     shard.slots.check_integrity()
 
@@ -166,29 +167,60 @@ def test_a_slot_that_is_reused_during_an_export_is_not_vouched_for(shard: Engine
     assert export_chunks(Overtaken(shard.slots), [ref(0, 1, 0)], SLOT_NBYTES)[1] == [False]
 
 
-def test_a_write_in_progress_cannot_be_settled(shard: EngineShard) -> None:
+@contextmanager
+def writing(shard: EngineShard, plan: Sequence[ChunkRef]) -> Iterator[list[bool]]:
+    """A thread stores `plan` and stands at its first chunk while the body runs; its answers are there afterwards."""
     started, go_on = threading.Event(), threading.Event()
 
     def wait() -> None:
         started.set()
         assert go_on.wait(10)
 
-    plan, answers = [ref(0, 1, 0), ref(1, 2, 1)], []
-    writer = threading.Thread(
-        target=lambda: answers.extend(shard.store(plan, chunks(0, 4), ArrayConnector(before=wait)))
-    )
+    answers: list[bool] = []
+    rows, connector = chunks(*range(0, 4 * len(plan), 4)), ArrayConnector(before=wait)
+    writer = threading.Thread(target=lambda: answers.extend(shard.store(plan, rows, connector)))
     writer.start()
     assert started.wait(10)
-    assert not shard.settle([ref(1, 2, 1)]), "the plan's second chunk will be written next"
-    assert shard.settle([ref(2, 9, 2)]), "other slots are nobody's"
-    go_on.set()
-    writer.join()
-    assert answers == [True, True]
-    assert shard.settle(plan) and shard.slots.num_committed == 0
+    try:
+        yield answers
+    finally:
+        go_on.set()
+        writer.join()
+
+
+def test_settle_answers_for_each_ref_whether_it_is_not_being_written(shard: EngineShard) -> None:
+    plan, others = [ref(0, 1, 0), ref(1, 2, 1)], [ref(2, 9, 2), ref(0, 7, 3)]
+    shard.store([ref(3, 4, 2)], chunks(0), ArrayConnector())
+    with writing(shard, plan) as answers:
+        asked = [plan[1], others[0], plan[0], ref(3, 4, 2)]
+        assert shard.settle(asked) == [False, True, False, True], "the plan's second chunk will be written next"
+    assert answers == [True, True], "a write in progress goes on"
+    assert [chunk.slot for chunk in shard.slots.committed()] == [0, 1], "what was idle is dropped, committed or not"
+    assert shard.settle(plan) == [True, True] and shard.slots.num_committed == 0
+    assert shard.settle([]) == []
+
+
+def test_a_chunk_that_is_freed_while_it_is_written_is_not_committed(shard: EngineShard) -> None:
+    plan = [ref(0, 1, 0), ref(1, 2, 1), ref(2, 3, 2)]
+    with writing(shard, plan) as answers:
+        shard.free(plan[:2])
+        assert not any(shard.settle(plan)), "the writer has not ended, so no slot may be given away"
+    assert answers == [False, False, True]
+    assert [chunk.key for chunk in shard.slots.committed()] == [KEYS[2]]
+    assert shard.settle(plan) == [True, True, True]
+
+
+def test_a_write_that_was_freed_before_it_began_is_never_committed(shard: EngineShard) -> None:
+    shard.store([ref(0, 1, 0)], chunks(0), ArrayConnector())
+    plan = [ref(0, 5, 1), ref(1, 6, 2)]
+    shard.free(plan)
+    assert shard.slots.num_committed == 0, "the plan had given the first chunk's slot away"
+    assert shard.store(plan, chunks(4, 8), ArrayConnector()) == [False, False]
+    assert shard.store([ref(0, 7, 1)], chunks(4), ArrayConnector()) == [True]
 
 
 def test_what_was_settled_is_never_written(shard: EngineShard) -> None:
-    assert shard.settle([ref(0, 3, 0)])
+    assert shard.settle([ref(0, 3, 0)]) == [True]
     assert shard.store([ref(0, 3, 0), ref(0, 2, 1)], chunks(0, 4), ArrayConnector()) == [False, False]
     assert shard.store([ref(0, 4, 0)], chunks(0), ArrayConnector()) == [True]
 

@@ -57,7 +57,7 @@ def test_the_description_names_model_ranks_sizes_and_what_was_set() -> None:
     assert lines[2] == "chunk of 10 tokens: 5300 bytes (5.176 KiB) per rank"
     assert "group 1: 2 layers" in lines[3] and lines[3].endswith("5120 bytes (5 KiB) per chunk and rank")
     assert "group 2: 3 layers" in lines[4] and lines[4].endswith("180 bytes per chunk and rank")
-    assert f"/dev/shm: 3 chunks, {readable_nbytes(sizes.arena_nbytes)} per rank" in lines[5]
+    assert f"arena in own memory: 3 chunks, {readable_nbytes(sizes.arena_nbytes)} per rank" in lines[5]
     assert lines[5].endswith(f"{readable_nbytes(sizes.total_arena_nbytes)} in total")
     assert lines[6].endswith(f"{readable_nbytes(sizes.total_kv_nbytes)} in total")
     assert "  chunk_size = 10 (argument)" in lines
@@ -68,7 +68,7 @@ def test_the_description_names_model_ranks_sizes_and_what_was_set() -> None:
 def test_a_default_configuration_is_said_in_one_line() -> None:
     description = starter_for("(2,2,8,4,16):float16:2", LMCacheEngineConfig(), kv_dtype=torch.float16).describe()
     assert description.endswith("configuration: every key at its default")
-    assert "/dev/shm: 40960 chunks, " in description, "5 GiB of 128 KiB chunks"
+    assert "arena in own memory: 40960 chunks, " in description, "5 GiB of 128 KiB chunks"
 
 
 @pytest.mark.parametrize(
