@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmcache_ray.errors import InvalidRequestError, LayoutError
+from lmcache_ray.keys import KEY_NBYTES
 from lmcache_ray.layout import RankLayout, ShardSpec
 from lmcache_ray.splitmix import fold64, mix64, word_streams
 
-_KEY_NBYTES: Final = 32
 _WORDS_AT_ONCE: Final = 1 << 14  # keeps the scratch arrays (128 KiB each) in the processor's cache
 
 
@@ -52,10 +52,10 @@ def count_mismatches(actual: NDArray[np.uint8], expected: NDArray[np.uint8]) -> 
 
 
 def _key_seeds(keys: Sequence[bytes]) -> NDArray[np.uint64]:
-    wrong = next((key for key in keys if len(key) != _KEY_NBYTES), None)
+    wrong = next((key for key in keys if len(key) != KEY_NBYTES), None)
     if wrong is not None:
-        raise InvalidRequestError(f"chunk key {wrong!r} has {len(wrong)} bytes; accepted: {_KEY_NBYTES}")
-    words = np.frombuffer(b"".join(keys), dtype="<u8").astype(np.uint64).reshape(-1, _KEY_NBYTES // 8)
+        raise InvalidRequestError(f"chunk key {wrong!r} has {len(wrong)} bytes; accepted: {KEY_NBYTES}")
+    words = np.frombuffer(b"".join(keys), dtype="<u8").astype(np.uint64).reshape(-1, KEY_NBYTES // 8)
     return fold64(*words.T)
 
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from lmcache_ray.errors import ClusterError, WorkloadError
+from lmcache_ray.keys import KEY_NBYTES
 from lmcache_ray.layout import Placement
 
 from .client import CacheCluster
 from .every_rank import check_every_rank
 from .link import ClusterLink
 from .messages import (
-    KEY_NBYTES,
     MESSAGE_NBYTES,
     PackedRefs,
     PlannedLoad,

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from lmcache_ray.arena.slots import SlotTable
+from lmcache_ray.arena.slots import ArenaSlots
 from lmcache_ray.broadcast.base import Broadcaster
 from lmcache_ray.errors import BroadcastAborted, BroadcastError
 from lmcache_ray.index.plans import ChunkRef
@@ -64,7 +64,7 @@ class FirstRankChannel(Protocol):
 class ArenaChannel:
     """For ranks in one process: the plan is broadcast, the bytes are read in rank 0's arena."""
 
-    def __init__(self, broadcaster: Broadcaster, first_rank_slots: SlotTable) -> None:
+    def __init__(self, broadcaster: Broadcaster, first_rank_slots: ArenaSlots) -> None:
         self._broadcaster = broadcaster
         self._source = ArenaSource(first_rank_slots)
 
@@ -95,7 +95,7 @@ class TensorChannel:
     def __init__(
         self,
         broadcaster: Broadcaster,
-        slots: SlotTable | None,
+        slots: ArenaSlots | None,
         slot_nbytes: int,
         *,
         release: Callable[[Sequence[str]], None],

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from lmcache_ray.arena.slots import SlotTable
+from lmcache_ray.arena.slots import ArenaSlots
 from lmcache_ray.connector.base import KVConnector
 from lmcache_ray.errors import ProtocolError
 from lmcache_ray.index.plans import ChunkRef
@@ -34,7 +34,7 @@ class ChunkSource(Protocol):
 class ArenaSource:
     """Reads chunks out of an arena: the rank's own, or one mapped from another process of the same node."""
 
-    def __init__(self, slots: SlotTable) -> None:
+    def __init__(self, slots: ArenaSlots) -> None:
         self._slots = slots
 
     def open(self, position: int, ref: ChunkRef) -> np.ndarray | None:
@@ -75,13 +75,13 @@ class EngineShard:
     It knows which generations are being written at this moment, so that a slot is not given away under a writer.
     """
 
-    def __init__(self, slots: SlotTable) -> None:
+    def __init__(self, slots: ArenaSlots) -> None:
         self._slots = slots
         self._lock = threading.Lock()
         self._in_progress: set[int] = set()
 
     @property
-    def slots(self) -> SlotTable:
+    def slots(self) -> ArenaSlots:
         """The arena's slots."""
         return self._slots
 

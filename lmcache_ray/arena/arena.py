@@ -18,7 +18,7 @@ from lmcache_ray.arena.lock import OWNER_PATIENCE_S, FileLock, lock_existing, lo
 from lmcache_ray.arena.mapped import ArenaMap, read_header
 from lmcache_ray.arena.names import arena_path, temporary_path
 from lmcache_ray.arena.process import boot_id, current_owner
-from lmcache_ray.arena.slots import SlotTable
+from lmcache_ray.arena.slots import ArenaSlots
 from lmcache_ray.arena.spec import HEADER_NBYTES, ArenaSpec
 from lmcache_ray.errors import ArenaError, ArenaLockedError, CapacityError, ClosedError
 
@@ -110,7 +110,7 @@ class Arena:
         return self._mapped.spec
 
     @property
-    def slots(self) -> SlotTable:
+    def slots(self) -> ArenaSlots:
         """The slots.
 
         :raises ClosedError: after `close`, and in a process forked from the owner.

@@ -1,6 +1,6 @@
 """An arena file mapped into this process: what owners and clients have in common.
 
-A mapping stays valid after its file was unlinked and after `close`, for as long as anyone holds its `SlotTable` or a
+A mapping stays valid after its file was unlinked and after `close`, for as long as anyone holds its `ArenaSlots` or a
 view of its data; so a thread that is late with a copy never touches memory that is gone.
 """
 
@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Final
 
 from lmcache_ray.arena.header import HEARTBEAT_OFFSET, ArenaHeader, ArenaOwner, heartbeat_word, unpack_header
-from lmcache_ray.arena.slots import SlotTable
+from lmcache_ray.arena.slots import ArenaSlots
 from lmcache_ray.arena.spec import HEADER_NBYTES, ArenaSpec
 from lmcache_ray.errors import ArenaError, ClosedError
 
@@ -29,7 +29,7 @@ class ArenaMap:
         self._header = header
         self._identity = identity
         self._mapping: mmap.mmap | None = mapping
-        self._slots = SlotTable(memoryview(mapping), header.spec.geometry)
+        self._slots = ArenaSlots(memoryview(mapping), header.spec.geometry)
 
     @classmethod
     def open(cls, path: str | Path, *, expected_fingerprint: bytes) -> "ArenaMap":
@@ -69,7 +69,7 @@ class ArenaMap:
         return self._header.owner
 
     @property
-    def slots(self) -> SlotTable:
+    def slots(self) -> ArenaSlots:
         """The slots.
 
         :raises ClosedError: after `close`.

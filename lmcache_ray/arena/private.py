@@ -6,7 +6,7 @@ however the process ends; pages are taken when they are first written, and given
 
 import mmap
 
-from lmcache_ray.arena.slots import SlotTable
+from lmcache_ray.arena.slots import ArenaSlots
 from lmcache_ray.arena.spec import ArenaGeometry
 from lmcache_ray.errors import CapacityError
 
@@ -21,10 +21,10 @@ class PrivateArena:
         except (OSError, OverflowError) as error:
             raise CapacityError(f"an arena of {geometry.file_nbytes} bytes cannot be mapped: {error}") from error
         self._advise("MADV_HUGEPAGE")  # fewer and faster page faults, where the kernel offers it
-        self._slots = SlotTable(memoryview(self._mapping), geometry)
+        self._slots = ArenaSlots(memoryview(self._mapping), geometry)
 
     @property
-    def slots(self) -> SlotTable:
+    def slots(self) -> ArenaSlots:
         """The slots. After `close` all read as FREE, so a thread that is late finds nothing and harms nobody."""
         return self._slots
 

@@ -1,8 +1,8 @@
 """The slot protocol: how the bytes of one chunk get into a slot, and how a reader knows that they are still there.
 
-Every process that maps an arena (owner, clients, readers) follows it through a `SlotTable`. A slot has
+Every process that maps an arena (owner, clients, readers) follows it through a `ArenaSlots`. A slot has
 
-- a *word*, one aligned 64-bit value ``generation << 2 | state``, stored and loaded as a whole. The table touches it
+- a *word*, one aligned 64-bit value ``generation << 2 | state``, stored and loaded as a whole. The code touches it
   only through a ``memoryview`` of format ``Q`` or a NumPy uint64 array: both move 8 bytes at once, whereas `struct`
   and slices may move them one by one and let a reader see halves of two values.
 - a *record*: key, number of tokens and generation of the chunk, with a CRC over the three.
@@ -36,8 +36,8 @@ import numpy.typing as npt
 
 from lmcache_ray.arena.spec import RECORD_NBYTES, WORD_NBYTES, ArenaGeometry
 from lmcache_ray.errors import ArenaError, IntegrityError, ProtocolError
+from lmcache_ray.keys import KEY_NBYTES
 
-KEY_NBYTES: Final = 32
 MAX_GENERATION: Final = 2**62 - 1
 MAX_TOKENS: Final = 2**32 - 1
 
@@ -48,11 +48,11 @@ _FREE: Final = 0
 _WRITING: Final = 1
 _COMMITTED: Final = 2
 
-_BODY: Final = struct.Struct("<32sIQ")  # key, num_tokens, generation
+_BODY: Final = struct.Struct(f"<{KEY_NBYTES}sIQ")  # key, num_tokens, generation
 _RECORD: Final = struct.Struct(f"<{_BODY.size}sI")  # body, CRC of the body
 
 
-class SlotState(IntEnum):
+class WordState(IntEnum):
     """What a slot word says of its slot."""
 
     FREE = _FREE
@@ -67,7 +67,7 @@ class SlotWord(NamedTuple):
     state: int
 
     def __str__(self) -> str:
-        name = SlotState(self.state).name if self.state <= _COMMITTED else f"state {self.state}"
+        name = WordState(self.state).name if self.state <= _COMMITTED else f"state {self.state}"
         return f"{name}({self.generation})"
 
 
@@ -80,7 +80,7 @@ class CommittedSlot(NamedTuple):
     num_tokens: int
 
 
-class SlotTable:
+class ArenaSlots:
     """The slots of one mapped arena. It keeps the mapping alive, so a view of it is never a dangling one.
 
     The methods do not lock: one writer per slot is what plans guarantee. A slot number outside the arena is a

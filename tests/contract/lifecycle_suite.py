@@ -227,6 +227,18 @@ class LifecycleSuite(ShortLifecycleSuite):
         other.finish(second)
         assert one.run(Request("3", first.tokens)) == 8
 
+    def test_a_store_that_is_cleared_before_the_workers_write_leaves_nothing(self, world: LifecycleWorld) -> None:
+        engine = ServingEngine("a", world)
+        request = Request("r", list(range(8)))
+        assert engine.allocate(request)
+        engine.compute(request, 8)
+        writing = engine.begin_store(request)
+        assert engine.client.clear(None).num_removed == 0
+        assert engine.end_store(request, writing) == 0
+        assert [shard.slots.num_committed for shard in world.shards.values()] == [0] * len(world.shards)
+        assert engine.store(request) == 8, "it can be stored again"
+        engine.finish(request)
+
     def test_many_requests_in_turn_keep_every_byte_apart(self, world: LifecycleWorld) -> None:
         """Conversations that share turns, on two engines, in a cache that holds a part of them."""
         engines = [ServingEngine(name, world) for name in ("one", "other")]

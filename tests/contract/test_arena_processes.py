@@ -25,7 +25,7 @@ from lmcache_ray.arena.liveness import LivenessFile
 from lmcache_ray.arena.mapped import ArenaMap
 from lmcache_ray.arena.names import arena_path, liveness_path
 from lmcache_ray.arena.process import is_alive, process_start_ticks
-from lmcache_ray.arena.slots import CommittedSlot, SlotState, SlotWord
+from lmcache_ray.arena.slots import CommittedSlot, SlotWord, WordState
 from lmcache_ray.arena.spec import ArenaGeometry, ArenaSpec
 from lmcache_ray.arena.sweep import sweep
 from lmcache_ray.errors import ArenaLockedError, CapacityError, ClosedError, ProtocolError
@@ -211,7 +211,7 @@ def test_the_lock_excludes_others_until_a_kill_and_committed_chunks_survive_it(t
                 CommittedSlot(1, 11, key_of(1), 16),
             ]
             assert all(np.all(arena.slots.data(slot) == slot + 1) for slot in (0, 1))
-            assert arena.slots.word(2) == SlotWord(12, SlotState.FREE)
+            assert arena.slots.word(2) == SlotWord(12, WordState.FREE)
             with pytest.raises(ProtocolError):
                 arena.slots.begin_write(2, 12)
             arena.slots.check_integrity()

@@ -14,7 +14,7 @@ from lmcache_ray.arena.lock import lock_existing
 from lmcache_ray.arena.mapped import ArenaMap, read_header
 from lmcache_ray.arena.names import arena_path
 from lmcache_ray.arena.process import is_alive, process_start_ticks
-from lmcache_ray.arena.slots import CommittedSlot, SlotState, SlotWord
+from lmcache_ray.arena.slots import CommittedSlot, SlotWord, WordState
 from lmcache_ray.arena.spec import ArenaGeometry, ArenaSpec
 from lmcache_ray.errors import ArenaError, ArenaLockedError, ClosedError
 
@@ -97,7 +97,7 @@ def test_a_successor_keeps_chunks_and_frees_unfinished_writes(tmp_path: Path) ->
     with attach(tmp_path) as successor:
         assert list(successor.slots.committed()) == [CommittedSlot(0, 5, KEY, 16)]
         assert set(successor.slots.data(0).tolist()) == {7}
-        assert successor.slots.word(1) == SlotWord(6, SlotState.FREE)
+        assert successor.slots.word(1) == SlotWord(6, WordState.FREE)
         with ArenaMap.open(successor.path, expected_fingerprint=FINGERPRINT) as peer:
             assert peer.owner.node_id == "node-2"
 

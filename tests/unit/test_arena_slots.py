@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from lmcache_ray.arena.slots import MAX_GENERATION, CommittedSlot, SlotState, SlotTable, SlotWord
+from lmcache_ray.arena.slots import MAX_GENERATION, ArenaSlots, CommittedSlot, SlotWord, WordState
 from lmcache_ray.arena.spec import ArenaGeometry
 from lmcache_ray.errors import ArenaError, IntegrityError, ProtocolError
 
@@ -20,32 +20,32 @@ def file_bytes() -> bytearray:
 
 
 @pytest.fixture
-def slots(file_bytes: bytearray) -> SlotTable:
-    return SlotTable(memoryview(file_bytes), GEOMETRY)
+def slots(file_bytes: bytearray) -> ArenaSlots:
+    return ArenaSlots(memoryview(file_bytes), GEOMETRY)
 
 
-def store(slots: SlotTable, slot: int, generation: int, key: bytes = KEY, fill: int = 7) -> None:
+def store(slots: ArenaSlots, slot: int, generation: int, key: bytes = KEY, fill: int = 7) -> None:
     slots.begin_write(slot, generation)
     slots.data(slot)[:] = fill
     slots.commit(slot, generation, key, 16)
 
 
-def test_a_slot_goes_from_free_to_committed_and_back(slots: SlotTable) -> None:
-    assert slots.word(2) == SlotWord(0, SlotState.FREE)
+def test_a_slot_goes_from_free_to_committed_and_back(slots: ArenaSlots) -> None:
+    assert slots.word(2) == SlotWord(0, WordState.FREE)
     slots.begin_write(2, 9)
-    assert slots.word(2) == SlotWord(9, SlotState.WRITING)
+    assert slots.word(2) == SlotWord(9, WordState.WRITING)
     assert not slots.is_committed(2, 9) and not slots.holds(2, 9, KEY) and slots.num_committed == 0
     slots.commit(2, 9, KEY, 16)
-    assert slots.word(2) == SlotWord(9, SlotState.COMMITTED)
+    assert slots.word(2) == SlotWord(9, WordState.COMMITTED)
     assert slots.is_committed(2, 9) and slots.holds(2, 9, KEY) and slots.num_committed == 1
     assert not slots.is_committed(2, 8) and not slots.holds(2, 9, OTHER_KEY) and not slots.holds(1, 9, KEY)
     assert list(slots.committed()) == [CommittedSlot(2, 9, KEY, 16)]
     assert slots.free(2, 9)
-    assert slots.word(2) == SlotWord(9, SlotState.FREE)
+    assert slots.word(2) == SlotWord(9, WordState.FREE)
     assert not slots.is_committed(2, 9) and list(slots.committed()) == []
 
 
-def test_data_is_a_view_of_its_slot_alone(slots: SlotTable, file_bytes: bytearray) -> None:
+def test_data_is_a_view_of_its_slot_alone(slots: ArenaSlots, file_bytes: bytearray) -> None:
     for slot in range(5):
         slots.data(slot)[:] = slot + 1
     assert slots.data(3).shape == (128,) and slots.data(3).dtype == np.uint8
@@ -54,7 +54,7 @@ def test_data_is_a_view_of_its_slot_alone(slots: SlotTable, file_bytes: bytearra
 
 
 @pytest.mark.parametrize("end", ["commit", "abort", "free", "none"])
-def test_a_generation_is_never_written_twice(slots: SlotTable, end: str) -> None:
+def test_a_generation_is_never_written_twice(slots: ArenaSlots, end: str) -> None:
     slots.begin_write(0, 5)
     if end == "commit":
         slots.commit(0, 5, KEY, 1)
@@ -70,7 +70,7 @@ def test_a_generation_is_never_written_twice(slots: SlotTable, end: str) -> None
     slots.begin_write(0, 6)
 
 
-def test_a_newer_generation_takes_the_slot_from_any_state(slots: SlotTable) -> None:
+def test_a_newer_generation_takes_the_slot_from_any_state(slots: ArenaSlots) -> None:
     store(slots, 0, 1)
     slots.begin_write(0, 2)
     assert not slots.holds(0, 1, KEY)
@@ -81,7 +81,7 @@ def test_a_newer_generation_takes_the_slot_from_any_state(slots: SlotTable) -> N
     assert slots.holds(0, 3, OTHER_KEY)
 
 
-def test_the_largest_generation_fits_and_one_more_does_not(slots: SlotTable) -> None:
+def test_the_largest_generation_fits_and_one_more_does_not(slots: ArenaSlots) -> None:
     store(slots, 0, MAX_GENERATION)
     assert slots.holds(0, MAX_GENERATION, KEY) and bool(slots.are_committed([0], [MAX_GENERATION])[0])
     with pytest.raises(ProtocolError, match="at most"):
@@ -89,7 +89,7 @@ def test_the_largest_generation_fits_and_one_more_does_not(slots: SlotTable) -> 
 
 
 @pytest.mark.parametrize("prepare", ["nothing", "committed", "freed", "newer"])
-def test_commit_without_a_write_is_refused(slots: SlotTable, prepare: str) -> None:
+def test_commit_without_a_write_is_refused(slots: ArenaSlots, prepare: str) -> None:
     if prepare != "nothing":
         store(slots, 1, 4)
     if prepare == "freed":
@@ -104,7 +104,7 @@ def test_commit_without_a_write_is_refused(slots: SlotTable, prepare: str) -> No
 
 @pytest.mark.parametrize(("key", "num_tokens"), [(b"", 1), (b"x" * 31, 1), (b"x" * 33, 1), (KEY, 0), (KEY, 2**32)])
 def test_what_a_record_cannot_hold_is_refused_and_can_still_be_committed(
-    slots: SlotTable, key: bytes, num_tokens: int
+    slots: ArenaSlots, key: bytes, num_tokens: int
 ) -> None:
     slots.begin_write(0, 1)
     with pytest.raises(ProtocolError, match=rf"{len(key)} bytes and {num_tokens} tokens"):
@@ -112,34 +112,34 @@ def test_what_a_record_cannot_hold_is_refused_and_can_still_be_committed(
     slots.commit(0, 1, KEY, 2**32 - 1)
 
 
-def test_abort_ends_a_write_begun_or_not(slots: SlotTable) -> None:
+def test_abort_ends_a_write_begun_or_not(slots: ArenaSlots) -> None:
     slots.begin_write(0, 3)
-    assert slots.abort(0, 3) and slots.word(0) == SlotWord(3, SlotState.FREE)
+    assert slots.abort(0, 3) and slots.word(0) == SlotWord(3, WordState.FREE)
     assert slots.abort(0, 3)  # again
     assert slots.abort(1, 8)  # its plan never came, and is refused if it still does
     with pytest.raises(ProtocolError):
         slots.begin_write(1, 8)
     slots.begin_write(1, 9)
-    assert slots.abort(1, 8) and slots.word(1) == SlotWord(9, SlotState.WRITING)  # another's write is left alone
+    assert slots.abort(1, 8) and slots.word(1) == SlotWord(9, WordState.WRITING)  # another's write is left alone
 
 
-def test_abort_never_undoes_a_commit(slots: SlotTable) -> None:
+def test_abort_never_undoes_a_commit(slots: ArenaSlots) -> None:
     store(slots, 0, 3)
     assert not slots.abort(0, 3)
     assert slots.holds(0, 3, KEY)
 
 
-def test_free_touches_only_its_own_generation(slots: SlotTable) -> None:
+def test_free_touches_only_its_own_generation(slots: ArenaSlots) -> None:
     store(slots, 0, 3)
     assert not slots.free(0, 2) and not slots.free(0, 4) and not slots.free(1, 0)
     assert slots.holds(0, 3, KEY)
     assert slots.free(0, 3) and not slots.free(0, 3)
     slots.begin_write(0, 4)
-    assert slots.free(0, 4) and slots.word(0) == SlotWord(4, SlotState.FREE)
+    assert slots.free(0, 4) and slots.word(0) == SlotWord(4, WordState.FREE)
 
 
 @pytest.mark.parametrize("slot", [-1, 5, 2**40])
-def test_a_slot_outside_the_arena_is_refused_everywhere(slots: SlotTable, slot: int) -> None:
+def test_a_slot_outside_the_arena_is_refused_everywhere(slots: ArenaSlots, slot: int) -> None:
     calls: list[Callable[[], object]] = [
         lambda: slots.begin_write(slot, 1),
         lambda: slots.data(slot),
@@ -156,7 +156,7 @@ def test_a_slot_outside_the_arena_is_refused_everywhere(slots: SlotTable, slot: 
             call()
 
 
-def test_many_slots_are_checked_at_once(slots: SlotTable) -> None:
+def test_many_slots_are_checked_at_once(slots: ArenaSlots) -> None:
     store(slots, 0, 1)
     store(slots, 3, 7)
     slots.begin_write(4, 2)
@@ -170,7 +170,7 @@ RECORDS = GEOMETRY.records_offset
 
 @pytest.mark.parametrize("damaged_byte", [RECORDS, RECORDS + 33, RECORDS + 40, RECORDS + 45])
 def test_a_damaged_record_is_found_and_its_chunk_not_reported(
-    slots: SlotTable, file_bytes: bytearray, damaged_byte: int
+    slots: ArenaSlots, file_bytes: bytearray, damaged_byte: int
 ) -> None:
     store(slots, 0, 1)
     store(slots, 1, 2)
@@ -181,13 +181,13 @@ def test_a_damaged_record_is_found_and_its_chunk_not_reported(
         slots.check_integrity()
 
 
-def test_a_record_of_another_generation_is_not_believed(slots: SlotTable, file_bytes: bytearray) -> None:
+def test_a_record_of_another_generation_is_not_believed(slots: ArenaSlots, file_bytes: bytearray) -> None:
     store(slots, 0, 1)
-    file_bytes[GEOMETRY.words_offset] = 2 << 2 | SlotState.COMMITTED
+    file_bytes[GEOMETRY.words_offset] = 2 << 2 | WordState.COMMITTED
     assert list(slots.committed()) == []
 
 
-def test_check_integrity_lists_all_contradictions(slots: SlotTable, file_bytes: bytearray) -> None:
+def test_check_integrity_lists_all_contradictions(slots: ArenaSlots, file_bytes: bytearray) -> None:
     store(slots, 0, 1)
     file_bytes[RECORDS] ^= 1
     file_bytes[GEOMETRY.words_offset + 8 * 4] = 3 << 2 | 3
@@ -195,7 +195,7 @@ def test_check_integrity_lists_all_contradictions(slots: SlotTable, file_bytes: 
         slots.check_integrity()
 
 
-def test_free_unfinished_keeps_whole_chunks_and_every_generation(slots: SlotTable, file_bytes: bytearray) -> None:
+def test_free_unfinished_keeps_whole_chunks_and_every_generation(slots: ArenaSlots, file_bytes: bytearray) -> None:
     store(slots, 0, 10)
     store(slots, 1, 11)
     slots.begin_write(2, 12)
@@ -203,11 +203,11 @@ def test_free_unfinished_keeps_whole_chunks_and_every_generation(slots: SlotTabl
     file_bytes[RECORDS + 64] ^= 1
     assert slots.free_unfinished() == [1, 2, 3]
     assert [slots.word(slot) for slot in range(5)] == [
-        SlotWord(10, SlotState.COMMITTED),
-        SlotWord(11, SlotState.FREE),
-        SlotWord(12, SlotState.FREE),
-        SlotWord(13, SlotState.FREE),
-        SlotWord(0, SlotState.FREE),
+        SlotWord(10, WordState.COMMITTED),
+        SlotWord(11, WordState.FREE),
+        SlotWord(12, WordState.FREE),
+        SlotWord(13, WordState.FREE),
+        SlotWord(0, WordState.FREE),
     ]
     slots.check_integrity()
 
@@ -215,11 +215,11 @@ def test_free_unfinished_keeps_whole_chunks_and_every_generation(slots: SlotTabl
 def test_a_buffer_of_wrong_size_or_read_only_is_refused() -> None:
     for buffer in (memoryview(bytes(GEOMETRY.file_nbytes)), memoryview(bytearray(GEOMETRY.file_nbytes - 1))):
         with pytest.raises(ArenaError, match=f"{GEOMETRY.file_nbytes} writable bytes"):
-            SlotTable(buffer, GEOMETRY)
+            ArenaSlots(buffer, GEOMETRY)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_random_steps_agree_with_a_dictionary(slots: SlotTable, seed: int) -> None:
+def test_random_steps_agree_with_a_dictionary(slots: ArenaSlots, seed: int) -> None:
     """A model: per slot its newest generation, whether it is being written, and the chunk it holds."""
     rng = random.Random(seed)
     newest = [0] * 5

@@ -227,7 +227,7 @@ def test_clients_of_different_scopes_do_not_end_each_others_lookups(door: Door) 
 
 @pytest.mark.parametrize("lookup_id", ["", None, 7])
 def test_a_lookup_id_is_a_text(lookup_id: object) -> None:
-    with pytest.raises(InvalidRequestError, match="lookup_id.*non-empty"):
+    with pytest.raises(InvalidRequestError, match=r"lookup_id.*non-empty"):
         LeaseNames("rank0", "world").for_lookup(lookup_id)  # type: ignore[arg-type]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lmcache_ray.arena.arena import Arena
-from lmcache_ray.arena.slots import SlotState
+from lmcache_ray.arena.slots import WordState
 from lmcache_ray.arena.spec import ArenaGeometry, ArenaSpec
 from lmcache_ray.index.plans import ChunkRef
 from lmcache_ray.shard import NO_SOURCE, ArenaSource, EngineShard, PayloadSource, export_chunks, leading, read_chunks
@@ -110,7 +110,7 @@ def test_a_failed_copy_aborts_its_chunk_and_leaves_the_rest_free(shard: EngineSh
 
     with pytest.raises(RuntimeError, match="device lost"):
         shard.store([ref(0, 1, 0), ref(1, 2, 1), ref(2, 3, 2)], chunks(0, 4, 8), ArrayConnector(after=fail_second))
-    assert [shard.slots.word(slot).state for slot in range(3)] == [SlotState.COMMITTED, SlotState.FREE, SlotState.FREE]
+    assert [shard.slots.word(slot).state for slot in range(3)] == [WordState.COMMITTED, WordState.FREE, WordState.FREE]
     assert all(shard.settle([ref(0, 1, 0), ref(1, 2, 1), ref(2, 3, 2)])), "no write is left in progress"
     assert shard.slots.num_committed == 0
     shard.slots.check_integrity()
