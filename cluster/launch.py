@@ -6,7 +6,7 @@ more arenas than it has memory for. Every wait shares one deadline, and a failur
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import ray
@@ -86,24 +86,51 @@ def find(name: str, namespace: str) -> Actor | None:
 
 def take_down(actors: ClusterActors) -> None:
     """Stop every rank (which removes its arena) and end all processes. What is dead already is passed over."""
-    stops = [worker.stop.remote() for worker in actors.workers] + [actors.coordinator.stop.remote()]
-    ray.wait(stops, num_returns=len(stops), timeout=_STOP_TIMEOUT_S)
-    for actor in (*actors.workers, actors.coordinator):
-        ray.kill(actor, no_restart=True)
+    _end([*actors.workers, actors.coordinator])
     _wait_until_ended(actors.world.name, actors.world.namespace)
 
 
 def end_remains(name: str, namespace: str) -> int:
     """End every actor that bears the cluster's name, whatever state the cluster is in; their number."""
-    ended = 0
+    actors = _handles(name, namespace)
+    _end(actors)
+    _wait_until_ended(name, namespace)
+    return len(actors)
+
+
+def end_orphans(name: str, namespace: str) -> None:
+    """End the ranks of a cluster that has lost its coordinator: they serve nobody.
+
+    A cluster that another driver is just starting is left alone. Every coordinator is made before its ranks, so a rank
+    whose handle was taken before the coordinator's name was found to be free has lost its coordinator, and whoever is
+    started under its name later is another actor. Raises `ClusterExistsError` if the coordinator's name stays taken.
+    """
+    actors = _handles(name, namespace)
+    deadline = Deadline(_STOP_TIMEOUT_S)
+    while coordinator_name(name) in _living_actors(name, namespace):  # of a dead one, until Ray has seen it
+        if deadline.remaining_s() <= 0:
+            raise ClusterExistsError(f"a cluster {name!r} is being started or ended in namespace {namespace!r}")
+        time.sleep(_POLL_S)
+    if actors:
+        _end(actors)
+        _wait_until_ended(name, namespace)
+
+
+def _end(actors: Sequence[Actor]) -> None:
+    """Let them stop, all at once and for a limited time, then kill them. What is dead already is passed over."""
+    stops = [actor.stop.remote() for actor in actors]
+    if stops:
+        ray.wait(stops, num_returns=len(stops), timeout=_STOP_TIMEOUT_S)
+    for actor in actors:
+        ray.kill(actor, no_restart=True)
+
+
+def _handles(name: str, namespace: str) -> list[Actor]:
+    handles: list[Actor] = []
     for actor_name in _living_actors(name, namespace):
         with contextlib.suppress(ValueError):  # it ended meanwhile
-            actor = ray.get_actor(actor_name, namespace=namespace)
-            ray.wait([actor.stop.remote()], timeout=_STOP_TIMEOUT_S)
-            ray.kill(actor, no_restart=True)
-            ended += 1
-    _wait_until_ended(name, namespace)
-    return ended
+            handles.append(ray.get_actor(actor_name, namespace=namespace))
+    return handles
 
 
 def _living_actors(name: str, namespace: str) -> list[str]:
@@ -123,12 +150,16 @@ def _wait_until_ended(name: str, namespace: str) -> None:
 
 
 def _check_free(world: WorldSpec) -> None:
-    if find(world.name, world.namespace) is not None:
+    try:
+        is_taken = find(world.name, world.namespace) is not None
+    except DeadlineError as error:
+        raise ClusterExistsError(f"a cluster of that name is being started, or hangs: {error}") from error
+    if is_taken:
         raise ClusterExistsError(
             f"a cluster {world.name!r} lives in namespace {world.namespace!r}: connect to it, take it down, or choose "
             "another name"
         )
-    end_remains(world.name, world.namespace)  # ranks without a coordinator serve nobody
+    end_orphans(world.name, world.namespace)
 
 
 def _needs(plan: LaunchPlan) -> Mapping[str, NodeNeeds]:
@@ -151,19 +182,17 @@ def _create(plan: LaunchPlan, env_vars: Mapping[str, str]) -> ClusterActors:
         "runtime_env": {"env_vars": dict(env_vars)} if env_vars else None,
     }
     size = world.layout.world_size
-    coordinator_threads = {"control": 4, "index": 8, "broadcast": 2 * size + 2}
+    coordinator_threads = {"control": 4, "index": 8, "clear": 2, "broadcast": 2 * size + 2}
     worker_threads = {"control": 4, "data": 4, "call": 4, "watch": 1}
     # Ray's types know concurrency_groups as an option only, where it is not taken.
     coordinator_class = ray.remote(concurrency_groups=coordinator_threads)(Coordinator)  # type: ignore[call-overload]
     worker_class = ray.remote(concurrency_groups=worker_threads)(RankWorker)  # type: ignore[call-overload]
-    try:
+    with _claiming_names(world):
         coordinator = coordinator_class.options(
             **common,
             name=coordinator_name(world.name),
             scheduling_strategy=NodeAffinitySchedulingStrategy(plan.node_ids[0], soft=True),
         ).remote(world, _FIRST_EPOCH)
-    except ValueError as error:
-        raise ClusterExistsError(f"cluster {world.name!r} is being started in {world.namespace!r}: {error}") from error
     actors = ClusterActors(world, coordinator, [])
     try:
         for rank, node_id in enumerate(plan.node_ids):
@@ -173,11 +202,23 @@ def _create(plan: LaunchPlan, env_vars: Mapping[str, str]) -> ClusterActors:
                 "memory": needs[node_id].arena_nbytes.get(rank, 0) or None,
                 "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
             }
-            actors.workers.append(worker_class.options(**options).remote(world, rank, plan.kv))
+            with _claiming_names(world):
+                actors.workers.append(worker_class.options(**options).remote(world, rank, plan.kv))
     except BaseException:
         take_down(actors)
         raise
     return actors
+
+
+@contextlib.contextmanager
+def _claiming_names(world: WorldSpec) -> Iterator[None]:
+    """Of two actors with one name Ray refuses the second, in the driver that makes it."""
+    try:
+        yield
+    except ValueError as error:
+        raise ClusterExistsError(
+            f"a cluster {world.name!r} is being started or ended in namespace {world.namespace!r}: {error}"
+        ) from error
 
 
 def _start(plan: LaunchPlan, actors: ClusterActors, deadline: Deadline) -> None:

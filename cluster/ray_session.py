@@ -45,11 +45,14 @@ def open_session(namespace: str, *, num_nodes: int = 1) -> RaySession:
 
     More than one node is simulated, and only in a local Ray. Raises `ClusterError` if that cannot be.
     """
-    if ray.is_initialized():
-        return _existing(num_nodes)
-    if os.environ.get("RAY_ADDRESS"):
-        _connect(namespace, os.environ["RAY_ADDRESS"])
-        return RaySession(owns_ray=True) if num_nodes == 1 else _existing(num_nodes)
+    if ray.is_initialized() or os.environ.get("RAY_ADDRESS"):
+        session = join_session(namespace)
+        try:
+            _check_has_nodes(num_nodes)
+        except BaseException:
+            session.close()
+            raise
+        return session
     if num_nodes == 1:
         _be_quiet()
         with _own_sigterm():
@@ -84,12 +87,11 @@ def alive_node_ids() -> list[str]:
     return [own, *others]
 
 
-def _existing(num_nodes: int) -> RaySession:
+def _check_has_nodes(num_nodes: int) -> None:
     if num_nodes > 1 and len(alive_node_ids()) < num_nodes:
         raise ClusterError(
             f"{num_nodes} nodes were asked for; the Ray that this process is connected to has {len(alive_node_ids())}"
         )
-    return RaySession(owns_ray=False)
 
 
 def _simulate(namespace: str, num_nodes: int) -> RaySession:
@@ -98,15 +100,16 @@ def _simulate(namespace: str, num_nodes: int) -> RaySession:
     _be_quiet()
     sizes = {"num_cpus": _NODE_CPUS, "object_store_memory": _OBJECT_STORE_NBYTES}
     simulated = Cluster(initialize_head=True, head_node_args={**sizes, "include_dashboard": False})
+    session = RaySession(owns_ray=True, simulated=simulated)
     try:
         for _ in range(num_nodes - 1):
             simulated.add_node(num_cpus=_NODE_CPUS, object_store_memory=_OBJECT_STORE_NBYTES)
         _connect(namespace, simulated.address)
         simulated.wait_for_nodes()
     except BaseException:
-        simulated.shutdown()
+        session.close()
         raise
-    return RaySession(owns_ray=True, simulated=simulated)
+    return session
 
 
 def _connect(namespace: str, address: str) -> None:

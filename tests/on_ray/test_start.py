@@ -1,18 +1,25 @@
 """Starting, finding and leaving: what cannot be started says why and leaves nothing."""
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import ray
 import torch
+from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.client import CacheCluster
+from cluster.launch import end_orphans, end_remains
+from cluster.world import coordinator_name, rank_name
 from lmcache_ray.errors import (
+    ArenaError,
     CapacityError,
     ClosedError,
     ClusterExistsError,
@@ -24,6 +31,7 @@ from lmcache_ray.shape_spec import parse_kvcache_shape_spec
 from tests.on_ray import rank_functions
 from tests.on_ray.conftest import NAMESPACE, StartCluster, living_actors
 
+ROOT = Path(__file__).resolve().parents[2]
 GROUPS = parse_kvcache_shape_spec("(2,2,16,1,4):float16:2")
 
 
@@ -85,6 +93,82 @@ def test_another_connection_sees_the_same_chunks_and_ends_alone(cluster: CacheCl
     assert cluster.lookup(tokens) == 8
 
 
+def make_named(name: str) -> ActorHandle[object]:
+    """A living actor in the tests' namespace with the name of one of a cluster's."""
+
+    class Named:  # local, so that it is sent by value
+        def stop(self) -> None:
+            """What every actor of a cluster can do."""
+
+        def answer(self) -> int:
+            """A sign of life: its process."""
+            return os.getpid()
+
+    actor = ray.remote(Named).options(name=name, namespace=NAMESPACE, num_cpus=0).remote()
+    ray.get(actor.answer.remote(), timeout=30)
+    return actor
+
+
+def test_ranks_that_have_lost_their_coordinator_are_ended_by_a_start(
+    start_cluster: StartCluster, ray_nodes: list[str], traces: None
+) -> None:
+    orphan = make_named(rank_name("orphaned", 0))
+    with start_cluster(layer_groups=GROUPS, name="orphaned") as cluster:
+        assert cluster.is_healthy()
+        with pytest.raises(ray.exceptions.RayActorError):
+            ray.get(orphan.answer.remote(), timeout=30)
+
+
+def test_a_cluster_that_another_driver_is_making_is_left_alone(ray_nodes: list[str], traces: None) -> None:
+    """Its coordinator did not answer when it was asked for; it is there when its ranks are found."""
+    theirs = [make_named(name) for name in (coordinator_name("young"), rank_name("young", 0))]
+    try:
+        with pytest.raises(ClusterExistsError, match="'young' is being started or ended"):
+            end_orphans("young", NAMESPACE)
+        assert len(ray.get([actor.answer.remote() for actor in theirs], timeout=30)) == 2
+    finally:
+        assert end_remains("young", NAMESPACE) == 2
+
+
+def test_of_two_starts_at_once_one_wins_and_is_whole(start_cluster: StartCluster, traces: None) -> None:
+    def start(_: int) -> CacheCluster | Exception:
+        try:
+            return start_cluster(layer_groups=GROUPS, world_size=2, name="contended")
+        except ClusterExistsError as error:
+            return error
+
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(start, range(2)))
+    (winner,) = (result for result in results if isinstance(result, CacheCluster))
+    with winner:
+        assert winner.is_healthy()
+        tokens = list(range(8))
+        assert winner.store(tokens, tokens) == 8
+
+
+def test_a_session_leaves_the_ray_that_it_joined(ray_nodes: list[str], tmp_path: Path) -> None:
+    program = """
+import ray
+from cluster.ray_session import open_session
+from lmcache_ray.errors import ClusterError
+for num_nodes in (1, 2, 99):
+    try:
+        session = open_session("sessions", num_nodes=num_nodes)
+        print(num_nodes, ray.is_initialized())
+        session.close()
+    except ClusterError as error:
+        print(error)
+    assert not ray.is_initialized()
+"""
+    environment = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.splitlines() == [
+        "1 True", "2 True", "99 nodes were asked for; the Ray that this process is connected to has 2"
+    ], done.stderr
+
+
 def test_an_unknown_cluster_is_not_found(ray_nodes: list[str]) -> None:
     with pytest.raises(ClusterNotFoundError, match=f"'nobody' lives in namespace '{NAMESPACE}'"):
         CacheCluster.connect("nobody", namespace=NAMESPACE)
@@ -99,6 +183,13 @@ def test_arenas_that_cannot_fit_are_refused_with_all_sizes(start_cluster: StartC
     with pytest.raises(CapacityError, match=r"need \d+ bytes \(rank 0: \d+, rank 1: \d+\).* has \d+ left") as caught:
         start_cluster({"capacity_chunks": chunks}, layer_groups=groups, world_size=2, ranks_per_node=[2])
     assert "node " in str(caught.value)
+
+
+def test_a_directory_that_a_node_does_not_have_is_named_with_the_node(
+    start_cluster: StartCluster, traces: None
+) -> None:
+    with pytest.raises(ArenaError, match=r"node \w+ cannot sweep arena directory /dev/shm/no-such"):
+        start_cluster({"arena_dir": "/dev/shm/no-such"}, layer_groups=GROUPS)
 
 
 def test_a_chunk_larger_than_the_arena_is_refused_with_both_sizes(start_cluster: StartCluster, traces: None) -> None:
