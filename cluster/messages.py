@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from lmcache_ray.index.plans import ChunkRef, make_refs
+from lmcache_ray.keys import KEY_NBYTES
 
 if TYPE_CHECKING:
     from .ray_calls import Ref
 
 MESSAGE_NBYTES: Final = 80 * 1024
-KEY_NBYTES: Final = 32
 
 
 def pack_keys(keys: Iterable[bytes]) -> bytes:
