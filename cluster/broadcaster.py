@@ -5,7 +5,8 @@ the others rank 0 exports the chunks once into Ray's object store and sends the 
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,19 +18,19 @@ from ray.exceptions import RayError
 
 from lmcache_ray.broadcast.base import check_rank
 from lmcache_ray.broadcast.exchange import described
-from lmcache_ray.broadcast.log import Aborted, Payload, Tag, TakeResult
+from lmcache_ray.broadcast.log import Aborted, Payload, Tag
 from lmcache_ray.broadcast.tensors import TensorSpec, fill, specs_of
-from lmcache_ray.errors import ArenaError, BroadcastAborted, BroadcastError, ClusterError, DeadlineError
+from lmcache_ray.errors import ArenaError, BroadcastAborted, BroadcastError, ClusterError
 from lmcache_ray.first_rank import FIRST_RANK, ReceivedLoad, SharedLoad
 from lmcache_ray.shard import ArenaSource, ChunkSource, PayloadSource, export_chunks
 
+from .coordinator_client import CoordinatorClient
 from .messages import Parcel, pack_flags, unpack_flags
 from .messages import Payload as ChunkPayload
 from .rank import Rank
-from .ray_calls import Actor, Ref, wait_for
+from .ray_calls import Ref
 
 _POLL_S: Final = 1.0  # a waiting rank holds one of the coordinator's threads at most this long at a time
-_GRACE_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class _Tensors:
 class CoordinatorBroadcaster:
     """One rank's end of the broadcasts that a coordinator keeps; see `Broadcaster` for the contract."""
 
-    def __init__(self, rank: int, world_size: int, coordinator: Actor, *, timeout_s: float) -> None:
+    def __init__(self, rank: int, world_size: int, coordinator: CoordinatorClient, *, timeout_s: float) -> None:
         check_rank("rank", rank, world_size)
         self._rank = rank
         self._world_size = world_size
@@ -100,15 +101,19 @@ class CoordinatorBroadcaster:
 
     def abort(self, reason: str, *, tag: str | None = None) -> None:
         """Receivers of this rank's next untagged call, or of `tag`, raise `BroadcastAborted` with the reason."""
-        self._ask("fail_broadcast", self._rank, tag, reason)
+        with _possible():
+            self._coordinator.fail_broadcast(self._rank, tag, reason)
 
     def break_session(self, reason: str) -> None:
         """Untagged calls are refused until every rank has been told."""
-        self._ask("break_broadcasts", reason)
+        with _possible():
+            self._coordinator.break_broadcasts(reason)
 
     def send(self, obj: object, *, references: Sequence[Ref] = (), tag: str | None = None) -> None:
         """As the source: publish `obj`, and with it references to objects in Ray's store."""
-        self._ask("publish", self._rank, tag, Parcel(cloudpickle.dumps(obj), tuple(references)))
+        parcel = Parcel(cloudpickle.dumps(obj), tuple(references))
+        with _possible():
+            self._coordinator.publish(self._rank, tag, parcel)
 
     def receive(self, src: int, *, tag: str | None = None) -> tuple[object, tuple[Ref, ...]]:
         """What `src` sent: object and references. Raises `BroadcastAborted`, or `DeadlineError`.
@@ -119,8 +124,8 @@ class CoordinatorBroadcaster:
         taking: Tag | None = None
         while True:
             wait_s = max(0.0, min(_POLL_S, deadline - time.monotonic()))
-            answer: tuple[Tag, TakeResult] = self._ask("take", self._rank, src, tag, taking, wait_s)  # type: ignore[assignment]
-            taking, result = answer
+            with _possible():
+                taking, result = self._coordinator.take(self._rank, src, tag, taking, wait_s)
             if isinstance(result, Payload):
                 parcel = result.value
                 assert isinstance(parcel, Parcel)
@@ -128,21 +133,22 @@ class CoordinatorBroadcaster:
             if isinstance(result, Aborted):
                 raise BroadcastAborted(f"broadcast {described(taking)} from rank {src}: {result.reason}")
             if time.monotonic() >= deadline:
-                error = self._ask("give_up_broadcast", self._rank, taking)
-                assert isinstance(error, DeadlineError)
-                raise error
-
-    def _ask(self, method: str, *arguments: object) -> object:
-        reference = getattr(self._coordinator, method).remote(*arguments)
-        try:
-            return wait_for(reference, timeout_s=_POLL_S + _GRACE_S, what="the coordinator")
-        except ClusterError as error:
-            raise BroadcastError(f"broadcast is not possible: {error}") from error
+                with _possible():
+                    raise self._coordinator.give_up_broadcast(self._rank, taking)
 
     def _out_of_step(self, reason: str, tag: str | None) -> BroadcastAborted:
         if tag is None:
             self.break_session(reason)
         return BroadcastAborted(reason)
+
+
+@contextmanager
+def _possible() -> Iterator[None]:
+    """A coordinator that is gone or silent makes a broadcast impossible; a refusal by it passes through."""
+    try:
+        yield
+    except ClusterError as error:
+        raise BroadcastError(f"broadcast is not possible: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +202,7 @@ class ClusterChannel:
         try:
             if message.node_id == self._rank.place.node_id:
                 return self._rank.source_at(message.arena_path)
-            payload = ray.get(references[0], timeout=self._rank.world.call_timeout_s)
+            payload = ray.get(references[0], timeout=self._rank.world.call_timeout_s / 3)
         except (ArenaError, RayError, IndexError):
             return nothing
         assert isinstance(payload, ChunkPayload)

@@ -22,7 +22,6 @@ from lmcache_ray.clearing import ClearResult, names_cpu_tier
 from lmcache_ray.config import LMCacheEngineConfig
 from lmcache_ray.connector.base import SlotMapping
 from lmcache_ray.errors import ClusterError, ClusterNotFoundError, InvalidRequestError, LMCacheRayError
-from lmcache_ray.index_service import ClearCounts
 from lmcache_ray.layout import ShardSpec
 from lmcache_ray.prompt import RequestConfigs
 from lmcache_ray.tokens import TokenSequence
@@ -35,7 +34,7 @@ from .lookups import lookup_prompts
 from .messages import pack_keys
 from .ray_session import RaySession, alive_node_ids, join_session, open_session
 from .requests import Request, prompt_of
-from .row_calls import each_item, retrieve_rows, store_rows
+from .row_calls import retrieve_rows, store_rows
 from .topology import place_ranks
 from .world import ClusterStatus, RankStatus
 from .world_spec import kv_spec, world_spec
@@ -110,7 +109,11 @@ class CacheCluster:
         try:
             node_ids = place_ranks(world_size, alive_node_ids(), nodes=nodes, ranks_per_node=ranks_per_node)
             actors = launch(LaunchPlan(world, kv, node_ids, detached, timeout_s))
-            return cls(ClusterLink(actors.coordinator), session, None if detached else actors)
+            try:
+                return cls(ClusterLink(actors.coordinator), session, None if detached else actors)
+            except BaseException:
+                take_down(actors)
+                raise
         except BaseException:
             session.close()
             raise
@@ -181,21 +184,18 @@ class CacheCluster:
 
         ``pin=True`` with a `lookup_id` keeps them loadable until `lookup_unpin` or the lease's expiry.
         """
-        pinned = [(Request(tokens, request_configs=request_configs), lookup_id if pin else None)]
-        if pin and not lookup_id:
-            raise InvalidRequestError(f"lookup(pin=True) needs a lookup_id, a non-empty text; got {lookup_id!r}")
-        return _single(lookup_prompts(self._link, pinned))
+        lease_id = self._link.lease_names.for_lookup(lookup_id) if pin else None
+        request = Request(tokens, request_configs=request_configs)
+        return _single(lookup_prompts(self._link, [request], lease_id=lease_id))
 
     def lookup_many(self, requests: Sequence[Request]) -> list[int | Exception]:
         """`lookup` of each request without a pin, in order."""
         self._link.check_open()
-        return lookup_prompts(self._link, [(request, None) for request in requests])
+        return lookup_prompts(self._link, requests)
 
     def lookup_unpin(self, lookup_id: str) -> None:
         """End the lease of a pinned lookup; an unknown one is ignored."""
-        from lmcache_ray.index_service import LeaseNames
-
-        self._link.ask("complete", [], [LeaseNames.for_lookup(lookup_id)])
+        self._link.coordinator.complete([], [self._link.lease_names.for_lookup(lookup_id)])
 
     def clear(
         self,
@@ -212,9 +212,7 @@ class CacheCluster:
         layout = self._link.world.layout
         if not names_cpu_tier(locations, argument="locations"):
             return ClearResult.nothing(layout)
-        counts = self._link.ask("clear", None if keys is None else pack_keys(keys))
-        assert isinstance(counts, ClearCounts)
-        return ClearResult.of_memory(counts, layout)
+        return ClearResult.of_memory(self._link.coordinator.clear(None if keys is None else pack_keys(keys)), layout)
 
     # -- the driver's own bytes ---------------------------------------------------------------------------------------
 
@@ -236,22 +234,23 @@ class CacheCluster:
     def get(
         self, tokens: TokenSequence, start: int = 0, *, request_configs: RequestConfigs | None = None
     ) -> "tuple[int, list[list[torch.Tensor]]]":
-        """Copies of the cached rows ``[start, num_tokens)`` of every holder rank, and `num_tokens`, counted from 0."""
+        """Copies of the cached rows ``[start, num_tokens)`` of every holder rank, as ``(num_tokens, shards)``.
+
+        `num_tokens` counts from 0; it is 0, and the shards are empty, if no row from `start` on is cached.
+        """
         return _single(self.get_many([Request(tokens, start=start, request_configs=request_configs)]))
 
     def put_many(self, requests: Sequence[Request]) -> list[int | Exception]:
         """`put` of each request, in order."""
         self._check_native()
-        direct = self._direct
-        return each_item(requests, direct.check_put, direct.put, size_of=lambda item: item.span.keys_nbytes)
+        return self._direct.put(requests)
 
     def get_many(
         self, requests: Sequence[Request]
     ) -> "list[tuple[int, list[list[torch.Tensor]]] | Exception]":
         """`get` of each request, in order."""
         self._check_native()
-        direct = self._direct
-        return each_item(requests, direct.check_get, direct.get, size_of=lambda item: item.keys_nbytes)
+        return self._direct.get(requests)
 
     # -- the cluster itself -------------------------------------------------------------------------------------------
 
@@ -274,9 +273,7 @@ class CacheCluster:
 
     def status(self) -> ClusterStatus:
         """The cluster at this moment."""
-        status = self._link.ask("status")
-        assert isinstance(status, ClusterStatus)
-        return status
+        return self._link.coordinator.status()
 
     def is_healthy(self) -> bool:
         """True if the coordinator answers and every rank lives; `status().problems` says what is wrong."""
@@ -287,17 +284,17 @@ class CacheCluster:
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` if the index or an arena contradicts itself. Meaningful while nobody writes."""
-        self._link.ask("check_integrity")
+        self._link.coordinator.check_integrity()
         check_every_rank(self._link)
 
     def shutdown(self) -> None:
         """Leave; end the cluster if this driver owns it, and Ray if it was started here. Idempotent."""
         atexit.unregister(self.shutdown)
-        if not ray.is_initialized():
-            return
-        self._direct.close()
-        self._link.close()
+        is_idle = self._direct.close(timeout_s=self._link.world.call_timeout_s)
+        self._link.close(is_idle=is_idle)
         owned, self._owned = self._owned, None
+        if not ray.is_initialized():
+            return  # somebody has shut Ray down, and the cluster with it
         if owned is not None:
             take_down(owned)
         self._session.close()

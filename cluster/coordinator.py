@@ -1,12 +1,11 @@
 """The coordinator actor: the world's one index, its membership, and the meeting point of broadcasts.
 
 It decides and remembers; it moves no KV bytes and loads no torch. It runs on many threads, because one blocked call
-must not stop the others; the state behind them is locked in `IndexService` and `Exchange`. Callers carry its
+must not stop the others; the state behind them is locked in `IndexService`, `Exchange` and `Clients`. Callers carry its
 plans to the ranks themselves and report back in one batched `complete`.
 """
 
 import os
-import threading
 import time
 import uuid
 from collections.abc import Sequence
@@ -22,6 +21,9 @@ from lmcache_ray.index.policy import make_policy
 from lmcache_ray.index.window import plan_window
 from lmcache_ray.index_service import ClearCounts, IndexService
 
+from .clients import Clients
+from .housekeeping import Housekeeping
+from .introduction import Introduction
 from .membership import Membership
 from .messages import (
     ClientHello,
@@ -42,10 +44,8 @@ from .rank_calls import RankCalls
 from .ray_calls import Actor
 from .world import ClusterStatus, TierStatus, WorldSpec, rank_status
 
-_HOUSEKEEPING_S = 0.5
-_ROUNDS_BETWEEN_CLIENT_CHECKS = 10
 _NO_REFS = PackedRefs.pack(())
-_NO_STORE = PlannedStore(-1, _NO_REFS, b"", 0)
+_NO_STORE = PlannedStore(None, _NO_REFS, b"", 0)
 
 
 class Coordinator:
@@ -55,7 +55,7 @@ class Coordinator:
         self._world = world
         self._epoch = epoch
         self._membership = Membership(world.layout.world_size, world.layout.holders)
-        self._calls = RankCalls(call_timeout_s=world.call_timeout_s)
+        self._calls = RankCalls(clear_timeout_s=world.call_timeout_s / 2)
         index = CacheIndex(
             world.num_slots,
             world.layout.holders,
@@ -67,9 +67,16 @@ class Coordinator:
         self._service = IndexService(index, clock=time.monotonic, free_slots=self._calls.free_slots)
         self._plans = OpenPlans(clock=time.monotonic, keep_s=10 * world.call_timeout_s)
         self._exchange = Exchange(f"{epoch}-{uuid.uuid4().hex}", world.layout.world_size, world.call_timeout_s)
-        self._clients: dict[str, ClientHello] = {}
-        self._stopping = threading.Event()
-        threading.Thread(target=self._keep_house, name="housekeeping", daemon=True).start()
+        self._clients = Clients(self._forget_client)
+        self._adopted: Introduction | None = None
+        self._house = Housekeeping(
+            service=self._service,
+            membership=self._membership,
+            calls=self._calls,
+            plans=self._plans,
+            clients=self._clients,
+            exchange=self._exchange,
+        )
 
     # -- control: membership and status -----------------------------------------------------------------------------
 
@@ -81,14 +88,15 @@ class Coordinator:
     @ray.method(concurrency_group="control")
     def adopt(self, hellos: Sequence[RankHello], workers: Sequence[Actor]) -> None:
         """Take the started ranks in, and watch them from now on."""
-        self._calls.adopt(workers)
         for hello in hellos:
             self._membership.joined(hello)
+        self._adopted = Introduction(self._world, tuple(workers), tuple(hellos))
+        self._calls.adopt(workers)
 
     @ray.method(concurrency_group="control")
-    def world(self) -> WorldSpec:
-        """What the world is; it never changes."""
-        return self._world
+    def introduce(self) -> Introduction | None:
+        """The world and who serves it; None until they have been adopted. It never changes then."""
+        return self._adopted
 
     @ray.method(concurrency_group="control")
     def status(self) -> ClusterStatus:
@@ -104,17 +112,12 @@ class Coordinator:
             tiers={"cpu": TierStatus(counts.ready, counts.writing, counts.quarantined, counts.free, counts.capacity)},
             leases=counts.leases,
             clients=len(self._clients),
-            problems=tuple(self._membership.problems()),
+            problems=(*self._membership.problems(), *self._house.faults.values()),
             ranks=tuple(
                 rank_status(rank, record, self._epoch, used if rank in self._world.layout.holders else 0)
                 for rank, record in enumerate(self._membership.records())
             ),
         )
-
-    @ray.method(concurrency_group="control")
-    def workers(self) -> list[Actor]:
-        """The ranks' actor handles, in rank order."""
-        return self._calls.workers
 
     @ray.method(concurrency_group="control")
     def check_integrity(self) -> None:
@@ -123,24 +126,19 @@ class Coordinator:
             index.check_integrity()
 
     @ray.method(concurrency_group="control")
-    def hellos(self) -> list[RankHello]:
-        """What each rank said when it started, in rank order."""
-        return [record.hello for record in self._membership.records() if record.hello is not None]
-
-    @ray.method(concurrency_group="control")
     def register_client(self, hello: ClientHello) -> None:
         """A process begins to use the cluster."""
-        self._clients[hello.client_id] = hello
+        self._clients.enter(hello)
 
     @ray.method(concurrency_group="control")
     def unregister_client(self, client_id: str) -> None:
         """It has ended: its leases end too."""
-        self._forget_client(client_id)
+        self._clients.leave(client_id)
 
     @ray.method(concurrency_group="control")
     def stop(self) -> None:
         """End the threads of this process; the actor is killed next."""
-        self._stopping.set()
+        self._house.stop()
 
     # -- index: plans and completions -------------------------------------------------------------------------------
 
@@ -175,6 +173,12 @@ class Coordinator:
         """
         if not self._membership.can_serve():
             return [_NO_STORE] * len(items)
+        if not direct:
+            return self._plan_stores(client, items, None)
+        with self._clients.while_known(client) as is_known:  # a writer that nobody knows could never be proven dead
+            return self._plan_stores(client, items, client) if is_known else [_NO_STORE] * len(items)
+
+    def _plan_stores(self, client: str, items: Sequence[StoreItem], writer: str | None) -> list[PlannedStore]:
         prompts = [unpack_keys(item.keys) for item in items]
         plans = [
             self._service.prepare_store(keys, client=client, start=item.start, rank=item.rank)
@@ -183,7 +187,7 @@ class Coordinator:
         if any(plan.refs for plan in plans):  # else there is nothing to report
             for keys, plan in zip(prompts, plans, strict=True):
                 if plan.num_ready < len(keys):
-                    self._plans.open(plan, keys, client if direct else None)
+                    self._plans.open(plan, keys, writer)
         return [_packed_store(plan) for plan in plans]
 
     @ray.method(concurrency_group="index")
@@ -217,7 +221,7 @@ class Coordinator:
             self._service.release(releases)
         return [self._service.num_ready(self._plans.close(store.plan_id)) for store in stores]
 
-    @ray.method(concurrency_group="index")
+    @ray.method(concurrency_group="clear")
     def clear(self, keys: bytes | None) -> ClearCounts:
         """Forget chunks (None: all) and free their slots on every holder."""
         return self._service.clear(None if keys is None else unpack_keys(keys))
@@ -250,49 +254,9 @@ class Coordinator:
         """A rank's untagged calls are out of step with the others'."""
         self._exchange.break_session(reason)
 
-    # -- housekeeping -----------------------------------------------------------------------------------------------
-
-    def _keep_house(self) -> None:
-        """Thread: notice ranks and clients that ended, end what is overdue, settle quarantined slots."""
-        rounds = 0
-        while not self._stopping.wait(_HOUSEKEEPING_S):
-            for rank, reason in self._calls.ended_ranks(timeout_s=_HOUSEKEEPING_S):
-                if self._membership.lost(rank, reason):
-                    self._exchange.rank_lost(rank)
-            rounds += 1
-            if rounds % _ROUNDS_BETWEEN_CLIENT_CHECKS == 0:
-                self._drop_dead_clients()
-            self._exchange.expire()
-            self._settle()
-
-    def _drop_dead_clients(self) -> None:
-        hellos = [record.hello for record in self._membership.records() if record.hello is not None]
-        for client in list(self._clients.values()):
-            neighbours = [hello.worker_id for hello in hellos if hello.node_id == client.node_id]
-            witness = next((rank for rank in neighbours if self._membership.is_alive(rank)), None)
-            if client.liveness_path is None or witness is None:
-                continue  # nobody can tell: its leases end by time
-            if self._calls.is_client_dead(witness, client.liveness_path):
-                self._forget_client(client.client_id)
-
     def _forget_client(self, client_id: str) -> None:
-        self._clients.pop(client_id, None)
-        with self._service.at_now() as (index, _):
-            index.drop_client(client_id)
+        self._service.drop_client(client_id)
         self._plans.forget_writer(client_id)
-
-    def _settle(self) -> None:
-        """Free quarantined slots that nobody can be writing any more, one rank after the other."""
-        for rank in self._world.layout.holders:
-            with self._service.at_now() as (index, _):
-                unsettled = [ref for ref in index.unsettled(rank) if self._plans.writer_of(ref.generation) is None]
-            if not unsettled:
-                continue
-            if self._membership.is_alive(rank) and not self._calls.settle(rank, unsettled):
-                continue
-            with self._service.at_now() as (index, _):
-                index.settle(rank, unsettled)
-        self._plans.prune()
 
 
 def _packed_load(plan: LoadPlan) -> PlannedLoad:

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from .deadline import Deadline
 from .link import ClusterLink
-from .ray_calls import Ref, wait_for_rank
+from .ray_calls import Ref, calling, wait_for_rank
 
 Result = TypeVar("Result")
 
@@ -18,18 +18,22 @@ def run_on_every_rank(
 ) -> list[Result]:
     """What the function returned on each rank; the first failure by rank is raised after all have ended."""
     deadline = link.deadline() if timeout_s is None else Deadline(timeout_s)
-    answers = _answers([worker.call.remote(function, *arguments) for worker in link.workers], deadline)
-    return answers  # type: ignore[return-value]  # what the function returned
+    with calling("a rank"):
+        calls = [worker.call.remote(function, *arguments) for worker in link.workers]
+    answers: list[Result] = _answers(calls, deadline)
+    return answers
 
 
 def check_every_rank(link: ClusterLink) -> list[int]:
     """Chunks that each rank's arena holds. Raises `IntegrityError` if one contradicts itself."""
-    answers = _answers([worker.check_integrity.remote() for worker in link.workers], link.deadline())
-    return [count for count in answers if isinstance(count, int)]
+    with calling("a rank"):
+        calls = [worker.check_integrity.remote() for worker in link.workers]
+    counts: list[int] = _answers(calls, link.deadline())
+    return counts
 
 
-def _answers(calls: Sequence[Ref], deadline: Deadline) -> list[object]:
-    answers: list[object] = []
+def _answers(calls: Sequence[Ref], deadline: Deadline) -> list[Result]:
+    answers: list[Result] = []
     failure: Exception | None = None
     for rank, call in enumerate(calls):
         try:

@@ -4,90 +4,103 @@ Registers the process as a client; where it shares a node with a rank, a locked 
 end, so that its leases and half-written slots are given back then.
 """
 
-import itertools
 import os
+import time
 import uuid
-from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import ray
 
 from lmcache_ray.arena.liveness import LivenessFile
-from lmcache_ray.errors import ClosedError, LMCacheRayError
+from lmcache_ray.errors import ClosedError, ClusterError, LMCacheRayError
+from lmcache_ray.index_service import LeaseNames
 
+from .coordinator_client import CoordinatorClient
 from .deadline import Deadline
-from .messages import ClientHello, RankHello
-from .ray_calls import Actor, wait_for
-from .world import WorldSpec
+from .introduction import Introduction
+from .messages import ClientHello
+from .ray_calls import Actor
 
-_FIRST_S: Final = 30.0  # the world, which has a deadline of its own, is not known before the first answer
+_INTRODUCTION_S: Final = 30.0  # the world, which has a deadline of its own, is not known before the first answer
+_POLL_S: Final = 0.1
+_GOODBYE_S: Final = 5.0
 
 
 class ClusterLink:
     """Handles and facts that do not change while the link is open. Thread-safe."""
 
     def __init__(self, coordinator: Actor) -> None:
-        self.coordinator = coordinator
+        """Raises `ClusterError` or `DeadlineError` if the cluster does not answer, or is never done starting."""
         self.client_id = f"client-{os.getpid()}-{uuid.uuid4().hex[:12]}"
         self._closed = False
-        self._numbers = itertools.count()
-        self.world: WorldSpec = self._first("world")
-        self.workers: list[Actor] = self._first("workers")
-        self.hellos: list[RankHello] = self._first("hellos")
+        introduction = _introduction(coordinator, self.client_id)
+        self.world = introduction.world
+        self.workers = introduction.workers
+        self.hellos = introduction.hellos
         self.hasher = self.world.hasher()
         self.node_id: str = ray.get_runtime_context().get_node_id()
+        self.lease_names = LeaseNames(self.client_id, self.client_id)
+        self._coordinator = CoordinatorClient(coordinator, self.client_id, timeout_s=self.world.call_timeout_s)
         self._liveness = self._make_liveness()
-        hello = ClientHello(
-            self.client_id, self.node_id, os.getpid(), str(self._liveness.path) if self._liveness else None
-        )
-        self.ask("register_client", hello)
+        path = str(self._liveness.path) if self._liveness else None
+        self._coordinator.register(ClientHello(self.client_id, self.node_id, os.getpid(), path))
+
+    @property
+    def coordinator(self) -> CoordinatorClient:
+        """The coordinator. Raises `ClosedError` after `close`."""
+        self.check_open()
+        return self._coordinator
 
     @property
     def num_kv_rows(self) -> int:
         """Rows of the smallest rank's paged KV: what a slot mapping may name."""
         return min(hello.kv_rows for hello in self.hellos)
 
-    def ask(self, method: str, *arguments: object, timeout_s: float | None = None) -> object:
-        """Call the coordinator and wait. Raises `DeadlineError`, `ClusterError`, or what the call raised."""
-        self.check_open()
-        timeout_s = self.world.call_timeout_s if timeout_s is None else timeout_s
-        reference = getattr(self.coordinator, method).remote(*arguments)
-        return wait_for(reference, timeout_s=timeout_s, what=f"the coordinator of cluster {self.world.name!r}")
-
     def deadline(self) -> Deadline:
         """The deadline of a call that begins now."""
         return Deadline(self.world.call_timeout_s)
 
-    def lease_id(self) -> str:
-        """A lease id that nobody else uses."""
-        return f"load/{self.client_id}/{next(self._numbers)}"
-
-    def ranks_here(self) -> Sequence[int]:
-        """Ranks on this process's node."""
-        return [hello.worker_id for hello in self.hellos if hello.node_id == self.node_id]
+    def is_here(self, rank: int) -> bool:
+        """Whether the rank runs on this process's node. By node id: several nodes may share one file system."""
+        return self.hellos[rank].node_id == self.node_id
 
     def check_open(self) -> None:
         """Raises `ClosedError` after `close`."""
         if self._closed:
             raise ClosedError(f"this connection to cluster {self.world.name!r} is closed")
 
-    def close(self) -> None:
-        """Unregister. Idempotent; a coordinator that is gone needs no goodbye."""
+    def close(self, *, is_idle: bool = True) -> None:
+        """Unregister, unless the process may still be writing to arenas (`is_idle` False): then its end will tell.
+
+        Idempotent; a coordinator that is gone needs no goodbye.
+        """
         if self._closed:
             return
+        self._closed = True
+        if not is_idle:
+            return
         try:
-            self.ask("unregister_client", self.client_id, timeout_s=min(5.0, self.world.call_timeout_s))
+            self._coordinator.unregister(timeout_s=min(_GOODBYE_S, self.world.call_timeout_s))
         except LMCacheRayError:
             pass
         finally:
-            self._closed = True
             if self._liveness is not None:
                 self._liveness.close()
 
-    def _first(self, method: str) -> "Any":  # the coordinator's answer, of the type its method says
-        return wait_for(getattr(self.coordinator, method).remote(), timeout_s=_FIRST_S, what="the coordinator")
-
     def _make_liveness(self) -> LivenessFile | None:
-        if not self.ranks_here():
+        if not any(self.is_here(rank) for rank in range(len(self.hellos))):
             return None
         return LivenessFile.create(self.world.arena_dir, self.world.namespace, self.world.name, self.client_id)
+
+
+def _introduction(coordinator: Actor, client_id: str) -> Introduction:
+    """Who serves; a cluster that another process is just starting is waited for."""
+    deadline = Deadline(_INTRODUCTION_S)
+    client = CoordinatorClient(coordinator, client_id, timeout_s=_INTRODUCTION_S)
+    while True:
+        introduction = client.introduce()
+        if introduction is not None:
+            return introduction
+        if deadline.remaining_s() == 0:
+            raise ClusterError(f"the cluster is still being started after {_INTRODUCTION_S:g} s")
+        time.sleep(_POLL_S)

@@ -154,9 +154,12 @@ class PlannedLoad:
 
 @dataclass(frozen=True, slots=True)
 class PlannedStore:
-    """What is to be written: `positions` (packed numbers): number i is the index of chunk i among the prompt's keys."""
+    """What is to be written: `positions` (packed numbers): number i is the index of chunk i among the prompt's keys.
 
-    plan_id: int
+    `plan_id` is None if nothing was planned because the cluster cannot serve now.
+    """
+
+    plan_id: int | None
     refs: PackedRefs
     positions: bytes
     num_ready: int

@@ -3,6 +3,7 @@
 `worker.py` puts this into an actor. Tests and simulations can use it directly.
 """
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,6 +53,7 @@ class Rank:
         self.layout = world.layout.ranks[setup.place.worker_id]
         self._arena: Arena | None = None
         self.shard: EngineShard | None = None
+        self._lock = threading.Lock()
         self._maps: dict[str, ArenaMap] = {}
         if setup.place.worker_id in world.layout.holders:
             spec = arena_spec(
@@ -85,7 +87,7 @@ class Rank:
         data, present = export_chunks(source, refs.unpack(), self.layout.slot_nbytes)
         return Payload(data, pack_flags(present))
 
-    def take_in(self, refs: PackedRefs, data: np.ndarray, num_tokens: Sequence[int]) -> bytes:
+    def take_in(self, refs: PackedRefs, num_tokens: Sequence[int], data: np.ndarray) -> bytes:
         """Write chunks given as bytes ``[len(refs), slot_nbytes]``; a flag byte per chunk."""
         return pack_flags(self._own_shard().take_in(refs.unpack(), data, num_tokens))
 
@@ -93,9 +95,9 @@ class Rank:
         """Drop these chunks."""
         self._own_shard().free(refs.unpack())
 
-    def settle(self, refs: PackedRefs) -> bool:
-        """True if none of `refs` is or ever will be written by this process."""
-        return self._own_shard().settle(refs.unpack())
+    def settle(self, refs: PackedRefs) -> bytes:
+        """A flag byte per ref: whether it is certain that this process does not and will not write it."""
+        return pack_flags(self._own_shard().settle(refs.unpack()))
 
     def is_client_dead(self, liveness_path: str) -> bool:
         """Whether the process that kept this file locked has ended."""
@@ -118,16 +120,18 @@ class Rank:
         """
         if arena_path is None or arena_path == self.arena_path:
             return ArenaSource(self._own_shard().slots)
-        mapped = self._maps.get(arena_path)
-        if mapped is None or not mapped.is_published():
-            mapped = ArenaMap.open(arena_path, expected_fingerprint=self.world.layout.fingerprint)
-            self._maps[arena_path] = mapped
-        return ArenaSource(mapped.slots)
+        with self._lock:
+            mapped = self._maps.get(arena_path)
+            if mapped is None or not mapped.is_published():
+                mapped = ArenaMap.open(arena_path, expected_fingerprint=self.world.layout.fingerprint)
+                self._maps[arena_path] = mapped
+            return ArenaSource(mapped.slots)
 
     def close(self) -> None:
         """Give back the arena and all maps. Idempotent."""
-        for mapped in self._maps.values():
-            mapped.close()
+        with self._lock:
+            while self._maps:
+                self._maps.popitem()[1].close()
         if self._arena is not None:
             self._arena.close()
 

@@ -9,12 +9,14 @@ from collections.abc import Sequence
 
 import torch
 
+from lmcache_ray.broadcast.callables import BroadcastFns, broadcast_fns
 from lmcache_ray.connector.paged import PagedConnector
 from lmcache_ray.engine import EngineParts, LMCacheEngine
-from lmcache_ray.index_service import LeaseNames
+from lmcache_ray.index_service import LeaseNames, rank_client
 from lmcache_ray.layout import Placement
 
 from .broadcaster import ClusterChannel, CoordinatorBroadcaster
+from .coordinator_client import CoordinatorClient
 from .coordinator_index import CoordinatorIndex
 from .kv_source import KVSpec, make_kv_caches
 from .rank import Rank, RankSetup
@@ -25,12 +27,23 @@ from .world import WorldSpec
 
 
 class RankContext:
-    """What a function run by `CacheCluster.run_on_ranks` gets: this rank's engine and its paged KV."""
+    """What a function run by `CacheCluster.run_on_ranks` gets: this rank's engine and its paged KV.
 
-    def __init__(self, rank: Rank, engine: LMCacheEngine, kv_caches: Sequence[torch.Tensor]) -> None:
+    `broadcast_fns` are LMCache's two callables, carried by the coordinator: small things, on every rank in the same
+    order, retrieves of a first-rank world counted.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        engine: LMCacheEngine,
+        kv_caches: Sequence[torch.Tensor],
+        broadcast_fns: BroadcastFns,
+    ) -> None:
         self.rank = rank
         self.engine = engine
         self.kv_caches = kv_caches
+        self.broadcast_fns = broadcast_fns
 
     @property
     def worker_id(self) -> int:
@@ -44,24 +57,24 @@ def start_rank(world: WorldSpec, place: RankPlace, kv: KVSpec, coordinator: Acto
     metadata = rank_metadata(world, place, kv.num_blocks)
     kv_caches = make_kv_caches(kv, metadata, layout)
     rank = Rank(world, RankSetup(place, metadata, PagedConnector(layout, kv_caches)))
-    return RankContext(rank, _engine_of(rank, coordinator), kv_caches)
+    # A store or retrieve of an engine makes up to three calls: each may take a third of its deadline.
+    timeout_s = world.call_timeout_s / 3
+    calls = CoordinatorClient(coordinator, rank_client(place.worker_id), timeout_s=timeout_s)
+    broadcaster = CoordinatorBroadcaster(place.worker_id, world.layout.world_size, calls, timeout_s=timeout_s)
+    return RankContext(rank, _engine_of(rank, calls, broadcaster), kv_caches, broadcast_fns(broadcaster))
 
 
-def _engine_of(rank: Rank, coordinator: Actor) -> LMCacheEngine:
-    world, client = rank.world, f"rank{rank.place.worker_id}"
+def _engine_of(rank: Rank, calls: CoordinatorClient, broadcaster: CoordinatorBroadcaster) -> LMCacheEngine:
+    world = rank.world
+    client = rank_client(rank.place.worker_id)
     return LMCacheEngine(
         EngineParts(
             metadata=rank.metadata,
             layout=world.layout,
             hasher=world.hasher(),
-            index=CoordinatorIndex(
-                coordinator,
-                client,
-                call_timeout_s=world.call_timeout_s,
-                lookup_timeout_s=world.lookup_timeout_s,
-            ),
+            index=CoordinatorIndex(calls, lookup_timeout_s=world.lookup_timeout_s),
             shard=rank.shard,
-            channel=_channel_of(rank, coordinator),
+            channel=_channel_of(rank, broadcaster),
             lease_names=LeaseNames(f"{client}-{os.getpid()}", "ranks"),
             connector=rank.connector,
             min_retrieve_tokens=world.min_retrieve_tokens,
@@ -69,11 +82,9 @@ def _engine_of(rank: Rank, coordinator: Actor) -> LMCacheEngine:
     )
 
 
-def _channel_of(rank: Rank, coordinator: Actor) -> ClusterChannel | None:
+def _channel_of(rank: Rank, broadcaster: CoordinatorBroadcaster) -> ClusterChannel | None:
     """How rank 0's plans reach the others; None where every rank plans for itself."""
-    world, place = rank.world, rank.place
-    world_size = world.layout.world_size
-    if world.layout.placement is not Placement.FIRST_RANK or world_size == 1:
+    layout = rank.world.layout
+    if layout.placement is not Placement.FIRST_RANK or layout.world_size == 1:
         return None
-    broadcaster = CoordinatorBroadcaster(place.worker_id, world_size, coordinator, timeout_s=world.call_timeout_s)
-    return ClusterChannel(broadcaster, rank, has_other_nodes=place.local_world_size < world_size)
+    return ClusterChannel(broadcaster, rank, has_other_nodes=rank.place.local_world_size < layout.world_size)

@@ -94,13 +94,10 @@ class _Replay:
         self._refill(waiting, source)
         while waiting:
             part = self._next_window(waiting)
-            leases = [self._link.lease_id() for _ in part]
+            leases = [self._link.lease_names.for_load() for _ in part]
             begin = time.perf_counter()
-            planned = self._link.ask(
-                "prepare_window", self._link.client_id, [prompt.packed for prompt in part], leases
-            )
+            plans = self._link.coordinator.prepare_window([prompt.packed for prompt in part], leases)
             lookup_s = time.perf_counter() - begin
-            plans: list[tuple[PlannedLoad, PlannedStore]] = planned  # type: ignore[assignment]
             calls = self._send(plans)
             for _ in plans:
                 waiting.popleft()
@@ -160,13 +157,13 @@ class _Replay:
         done, at = [], 0
         for _, store in plans:
             count = len(store.refs)
-            if count:
+            if store.plan_id is not None and count:
                 flags = {rank: results[rank].stored[at : at + count] for rank in self._link.world.layout.holders}
                 done.append(StoreDone(store.plan_id, flags))
             at += count
         pinned = [lease for lease, (load, _) in zip(leases, plans, strict=False) if len(load.refs)]
         if done or pinned:
-            self._link.ask("complete", done, pinned)
+            self._link.coordinator.complete(done, pinned)
         self._count_results(list(results.values()), plans)
 
     def _count_results(
@@ -253,7 +250,7 @@ def _check_fit(link: ClusterLink, requests: Sequence[TraceRequest], window: int)
 def _report(cluster: CacheCluster, totals: _Totals, window: int, seconds: float) -> ReplayReport:
     link = cluster.link
     world, layout = link.world, link.world.layout
-    link.ask("check_integrity")
+    link.coordinator.check_integrity()
     resident = check_every_rank(link)
     return ReplayReport(
         requests=totals.requests,

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -33,6 +33,15 @@ class Request:
     request_configs: Mapping[str, object] | None = None
 
 
+class HasPrompt(Protocol):
+    """A checked request."""
+
+    @property
+    def prompt(self) -> Prompt:
+        """Its prompt."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class CheckedRows:
     """A checked store or retrieve: `rows` is the KV row of each token, `start` the first token it is about."""
@@ -41,11 +50,6 @@ class CheckedRows:
     start: int
     rows: np.ndarray
 
-    @property
-    def keys_nbytes(self) -> int:
-        """Bytes of its keys in a message."""
-        return sum(map(len, self.prompt.keys))
-
 
 @dataclass(frozen=True, slots=True)
 class CheckedSpan:
@@ -53,11 +57,6 @@ class CheckedSpan:
 
     prompt: Prompt
     start: int
-
-    @property
-    def keys_nbytes(self) -> int:
-        """Bytes of its keys in a message."""
-        return sum(map(len, self.prompt.keys))
 
 
 def check_rows(hasher: ChunkHasher, request: Request, *, num_kv_rows: int, aligned: bool) -> CheckedRows:

@@ -9,9 +9,12 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import ray
+
+from lmcache_ray.errors import ClosedError
 
 from .messages import LoadTask, PackedRefs, Payload, RankHello, StepResult, StoreTask
 from .ray_calls import Actor
@@ -20,6 +23,8 @@ from .world import WorldSpec
 
 # A handle of this actor brings this module along, into the coordinator too: what needs torch is imported by calls.
 if TYPE_CHECKING:
+    import numpy as np
+
     from .kv_source import KVSpec
     from .rank import Rank
     from .rank_start import RankContext
@@ -37,6 +42,7 @@ class RankWorker:
         self._rank: Rank | None = None
         self._context: RankContext | None = None
         self._stopped = threading.Event()
+        self._lock = threading.Lock()  # one start or close at a time
 
     @ray.method(concurrency_group="control")
     def node_id(self) -> str:
@@ -48,9 +54,12 @@ class RankWorker:
         """Make the rank: metadata, paged KV, arena, engine."""
         from .rank_start import start_rank
 
-        context = start_rank(self._world, place, self._kv, coordinator)
-        rank = context.rank
-        self._rank, self._context = rank, context
+        with self._lock:
+            if self._stopped.is_set():
+                raise ClosedError(f"rank {self._worker_id} was stopped before it was started")
+            context = start_rank(self._world, place, self._kv, coordinator)
+            rank = context.rank
+            self._rank, self._context = rank, context
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
         return RankHello(
             worker_id=place.worker_id,
@@ -78,9 +87,9 @@ class RankWorker:
         return self._started().export(refs)
 
     @ray.method(concurrency_group="data")
-    def take_in(self, refs: PackedRefs, num_tokens: Sequence[int], data: object) -> bytes:
-        """See `Rank.take_in`; `data` is a uint8 array that came through the object store."""
-        return self._started().take_in(refs, data, num_tokens)  # type: ignore[arg-type]  # Ray resolves the reference
+    def take_in(self, refs: PackedRefs, num_tokens: Sequence[int], data: np.ndarray) -> bytes:
+        """See `Rank.take_in`; `data` came through the object store."""
+        return self._started().take_in(refs, num_tokens, data)
 
     @ray.method(concurrency_group="call")
     def call(self, function: str | Callable[..., object], *arguments: object) -> object:
@@ -105,7 +114,7 @@ class RankWorker:
         return True
 
     @ray.method(concurrency_group="control")
-    def settle(self, refs: PackedRefs) -> bool:
+    def settle(self, refs: PackedRefs) -> bytes:
         """See `Rank.settle`."""
         return self._started().settle(refs)
 
@@ -140,11 +149,12 @@ class RankWorker:
 
     def _close(self) -> None:
         self._stopped.set()
-        if self._context is not None:
-            self._context.engine.close()
-        if self._rank is not None:
-            self._rank.close()
-            self._rank.sweep()
+        with self._lock:  # a start under way ends first: only then is it known what there is to give back
+            if self._context is not None:
+                self._context.engine.close()
+            if self._rank is not None:
+                self._rank.close()
+                self._rank.sweep()
 
     def _started(self) -> Rank:
         if self._rank is None:
@@ -154,6 +164,7 @@ class RankWorker:
     def _beat(self) -> None:
         """Thread: pre-fault the arena once, then say regularly that it is in use."""
         rank = self._started()
-        rank.prefault()
-        while not self._stopped.wait(_HEARTBEAT_S):
-            rank.heartbeat()
+        with suppress(ClosedError):  # the rank was stopped meanwhile
+            rank.prefault()
+            while not self._stopped.wait(_HEARTBEAT_S):
+                rank.heartbeat()

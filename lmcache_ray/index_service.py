@@ -205,7 +205,7 @@ class LeaseNames:
         """A new id for one load."""
         return f"load/{self._client}/{next(self._numbers)}"
 
-    def for_lookup(self, lookup_id: str) -> str:
+    def for_lookup(self, lookup_id: str | None) -> str:
         """The id of a lookup that pins. Raises `InvalidRequestError` if it is not a non-empty text."""
         if not isinstance(lookup_id, str) or not lookup_id:
             raise InvalidRequestError(f"lookup(pin=True) needs a lookup_id, a non-empty text; got {lookup_id!r}")

@@ -39,13 +39,18 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "cluster.messages", "cluster.topology", "cluster.membership", "cluster.workload", "cluster.chat_workload",
         "cluster.expected_bytes", "cluster.report", "cluster.world", "cluster.requests",
     )),
-    ("cluster: shared by its processes", ("cluster.deadline", "cluster.open_plans", "cluster.ray_calls")),
+    ("cluster: shared by its processes", (
+        "cluster.deadline", "cluster.open_plans", "cluster.clients", "cluster.ray_calls", "cluster.introduction",
+    )),
     ("cluster: one rank", ("cluster.rank", "cluster.rank_metadata", "cluster.kv_source")),
-    ("cluster: calls to actors", ("cluster.rank_calls", "cluster.coordinator_index", "cluster.broadcaster")),
-    ("cluster: actors", ("cluster.rank_start", "cluster.coordinator", "cluster.worker")),
+    ("cluster: calls to actors", (
+        "cluster.rank_calls", "cluster.coordinator_client", "cluster.coordinator_index", "cluster.broadcaster",
+    )),
+    ("cluster: actors", ("cluster.rank_start", "cluster.housekeeping", "cluster.coordinator", "cluster.worker")),
     ("cluster: placement", ("cluster.world_spec", "cluster.ray_session", "cluster.probe", "cluster.launch")),
     ("cluster: data paths of a client", (
-        "cluster.link", "cluster.every_rank", "cluster.lookups", "cluster.row_calls", "cluster.direct_path",
+        "cluster.link", "cluster.every_rank", "cluster.batching", "cluster.lookups", "cluster.row_calls",
+        "cluster.direct_path",
     )),
     ("cluster: client", ("cluster.client",)),
     ("cluster: commands", (

@@ -1,0 +1,42 @@
+"""Running many requests as few batches: each answer in its place, each failure its own."""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from lmcache_ray.errors import LMCacheRayError
+
+from .messages import batches
+from .requests import HasPrompt, Request
+
+Item = TypeVar("Item", bound=HasPrompt)
+Result = TypeVar("Result")
+
+_CHUNK_NBYTES = 64
+"""What a chunk adds to the largest message about it: key, slot, generation, and its run of KV rows."""
+
+
+def each_item(
+    requests: Sequence[Request],
+    check: Callable[[Request], Item],
+    run: Callable[[Sequence[Item]], Sequence[Result | Exception]],
+) -> list[Result | Exception]:
+    """Check each request, run the good ones in batches that fit a message, and put every answer in its place.
+
+    A wrong request fails alone; an error of a whole batch is the answer of each of its items.
+    """
+    results: list[Result | Exception | None] = [None] * len(requests)
+    good: list[tuple[int, Item]] = []
+    for position, request in enumerate(requests):
+        try:
+            good.append((position, check(request)))
+        except (LMCacheRayError, TypeError) as error:
+            results[position] = error
+    for batch in batches([len(item.prompt.keys) * _CHUNK_NBYTES for _, item in good]):
+        part = [good[index] for index in batch]
+        try:
+            answers = run([item for _, item in part])
+        except LMCacheRayError as error:
+            answers = [error] * len(part)
+        for (position, _), answer in zip(part, answers, strict=True):
+            results[position] = answer
+    return results  # type: ignore[return-value]  # every place is filled now

@@ -1,0 +1,43 @@
+"""The processes that use a cluster, as its coordinator knows them."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from .messages import ClientHello
+
+
+class Clients:
+    """Thread-safe. ``forget(client_id)`` gives back what a client had; a client is either known or forgotten, so what
+    is done under `while_known` is forgotten with it.
+    """
+
+    def __init__(self, forget: Callable[[str], None]) -> None:
+        self._forget = forget
+        self._lock = threading.RLock()
+        self._known: dict[str, ClientHello] = {}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def enter(self, hello: ClientHello) -> None:
+        """A process begins to use the cluster."""
+        with self._lock:
+            self._known[hello.client_id] = hello
+
+    def leave(self, client_id: str) -> None:
+        """It has ended, by its own word or proven dead. Idempotent."""
+        with self._lock:
+            self._known.pop(client_id, None)
+            self._forget(client_id)
+
+    def all(self) -> list[ClientHello]:
+        """The clients known now."""
+        with self._lock:
+            return list(self._known.values())
+
+    @contextmanager
+    def while_known(self, client_id: str) -> Iterator[bool]:
+        """Whether the client is known; if so it is not forgotten within the block."""
+        with self._lock:
+            yield client_id in self._known
