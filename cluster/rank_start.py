@@ -13,7 +13,8 @@ from lmcache_ray.broadcast.callables import BroadcastFns, broadcast_fns
 from lmcache_ray.connector.paged import PagedConnector
 from lmcache_ray.engine import EngineParts, LMCacheEngine
 from lmcache_ray.index_service import LeaseNames, rank_client
-from lmcache_ray.layout import Placement
+from lmcache_ray.retrieval import Delivery, OwnRetrieval, ReceivingRetrieval, Retrieval, SendingRetrieval
+from lmcache_ray.shard import ArenaSource
 
 from .broadcaster import ClusterChannel, CoordinatorBroadcaster
 from .coordinator_client import CoordinatorClient
@@ -66,25 +67,32 @@ def start_rank(world: WorldSpec, place: RankPlace, kv: KVSpec, coordinator: Acto
 
 def _engine_of(rank: Rank, calls: CoordinatorClient, broadcaster: CoordinatorBroadcaster) -> LMCacheEngine:
     world = rank.world
-    client = rank_client(rank.place.worker_id)
+    index = CoordinatorIndex(calls, lookup_timeout_s=world.lookup_timeout_s)
+    lease_names = LeaseNames(f"{rank_client(rank.place.worker_id)}-{os.getpid()}", "ranks")
     return LMCacheEngine(
         EngineParts(
             metadata=rank.metadata,
             layout=world.layout,
             hasher=world.hasher(),
-            index=CoordinatorIndex(calls, lookup_timeout_s=world.lookup_timeout_s),
+            index=index,
             shard=rank.shard,
-            channel=_channel_of(rank, broadcaster),
-            lease_names=LeaseNames(f"{client}-{os.getpid()}", "ranks"),
+            retrieval=_retrieval_of(rank, index, lease_names, broadcaster),
+            lease_names=lease_names,
             connector=rank.connector,
-            min_retrieve_tokens=world.min_retrieve_tokens,
         )
     )
 
 
-def _channel_of(rank: Rank, broadcaster: CoordinatorBroadcaster) -> ClusterChannel | None:
-    """How rank 0's plans reach the others; None where every rank plans for itself."""
-    layout = rank.world.layout
-    if layout.placement is not Placement.FIRST_RANK or layout.world_size == 1:
-        return None
-    return ClusterChannel(broadcaster, rank, has_other_nodes=rank.place.local_world_size < layout.world_size)
+def _retrieval_of(
+    rank: Rank, index: CoordinatorIndex, lease_names: LeaseNames, broadcaster: CoordinatorBroadcaster
+) -> Retrieval:
+    """Every rank plans for itself, but in a first-rank world, where rank 0 plans and the others read what it says."""
+    layout, place = rank.world.layout, rank.place
+    delivery = Delivery(index, min_tokens=rank.world.min_retrieve_tokens)
+    channel = ClusterChannel(broadcaster, rank, has_other_nodes=place.local_world_size < layout.world_size)
+    if rank.shard is None:
+        return ReceivingRetrieval(delivery, channel, place.worker_id)
+    source = ArenaSource(rank.shard.slots)
+    if not layout.has_receivers:
+        return OwnRetrieval(delivery, source, lease_names)
+    return SendingRetrieval(delivery, source, lease_names, channel, world_size=layout.world_size)

@@ -27,6 +27,7 @@ from lmcache_ray.index_service import IndexService, LeaseNames, LocalIndex, rank
 from lmcache_ray.keys import ChunkHasher
 from lmcache_ray.layout import Placement, WorldLayout, uniform_world
 from lmcache_ray.metadata import LMCacheMetadata
+from lmcache_ray.retrieval import Delivery, OwnRetrieval, ReceivingRetrieval, Retrieval, SendingRetrieval
 from lmcache_ray.shape_spec import (
     LayerGroupSpec,
     calculate_composite_kv_cache_shape,
@@ -35,7 +36,7 @@ from lmcache_ray.shape_spec import (
     shard_specs,
     shard_specs_of,
 )
-from lmcache_ray.shard import EngineShard
+from lmcache_ray.shard import ArenaSource, EngineShard
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,9 @@ def build_engine(
 
     `config.chunk_size` wins over the metadata's, and `layer_groups` (of one rank) over its `kv_shape`. In an MLA world
     of several ranks the other ranks get their KV from rank 0 by the two broadcast functions (LMCache's), which every
-    rank then needs. Raises `ConfigError`, `ShapeSpecError`, `MetadataError` or `CapacityError`.
+    rank then needs. Only rank 0's index knows what is cached there: on the others `lookup` and `loadable` answer 0
+    although `retrieve` delivers, so ask rank 0. Raises `ConfigError`, `ShapeSpecError`, `MetadataError` or
+    `CapacityError`.
     """
     metadata, layout = resolve(config, metadata, layer_groups)
     rank = metadata.worker_id
@@ -68,7 +71,7 @@ def build_engine(
         slots = world.shards[rank].slots if rank == FIRST_RANK else None
         release = world.index_client(rank).release
         channel = TensorChannel(broadcaster, slots, layout.ranks[rank].slot_nbytes, release=release)
-    return world.engine(metadata, channel, connector)
+    return LMCacheEngine(world.parts(metadata, channel, connector))
 
 
 def build_world(
@@ -80,18 +83,29 @@ def build_world(
     """One engine for each of ``metadata.world_size`` ranks, around one index and one in-process broadcaster.
 
     Every rank's engine is meant to be called from a thread of its own: in an MLA world `retrieve` meets the others.
+    Raises as `build_engine` does.
     """
+    return [LMCacheEngine(parts) for parts in world_parts(config, metadata, layer_groups=layer_groups)]
+
+
+def world_parts(
+    config: LMCacheEngineConfig,
+    metadata: LMCacheMetadata,
+    *,
+    layer_groups: Sequence[LayerGroupSpec] | None = None,
+) -> list[EngineParts]:
+    """What the engines of `build_world` are made of, in rank order."""
     metadata, layout = resolve(config, metadata, layer_groups)
     world = _InProcessWorld(config, layout, holders=layout.holders)
     group = InProcessGroup(layout.world_size, config.call_timeout_s)
-    engines = []
+    parts = []
     for rank in range(layout.world_size):
         channel: FirstRankChannel | None = None
-        if layout.placement is Placement.FIRST_RANK and layout.world_size > 1:
+        if layout.has_receivers:
             channel = ArenaChannel(group.broadcaster(rank), world.shards[FIRST_RANK].slots)
         own = replace(metadata, worker_id=rank, local_worker_id=rank, local_world_size=layout.world_size)
-        engines.append(world.engine(own, channel, leave=partial(group.rank_lost, rank)))
-    return engines
+        parts.append(world.parts(own, channel, leave=partial(group.rank_lost, rank)))
+    return parts
 
 
 def resolve(
@@ -154,14 +168,17 @@ class _InProcessWorld:
         """The index as `rank` speaks to it."""
         return LocalIndex(self._service, rank_client(rank))
 
-    def engine(
+    def parts(
         self,
         metadata: LMCacheMetadata,
         channel: FirstRankChannel | None,
         connector: KVConnector | None = None,
         leave: Callable[[], None] = lambda: None,
-    ) -> LMCacheEngine:
-        """The engine of one rank of this world. `leave` tells the other ranks when it is closed."""
+    ) -> EngineParts:
+        """What the engine of one rank of this world is made of. `leave` tells the other ranks when it is closed.
+
+        `channel` is given where the world has receivers.
+        """
         rank = metadata.worker_id
 
         def close() -> None:
@@ -170,20 +187,28 @@ class _InProcessWorld:
             if rank in self._arenas:
                 self._arenas[rank].close()
 
-        return LMCacheEngine(
-            EngineParts(
-                metadata=metadata,
-                layout=self._layout,
-                hasher=hasher_of(self._config, metadata.model_name),
-                index=self.index_client(rank),
-                shard=self.shards.get(rank),
-                channel=channel,
-                lease_names=LeaseNames(rank_client(rank), "world"),
-                connector=connector,
-                min_retrieve_tokens=self._config.min_retrieve_tokens,
-                on_close=close,
-            )
+        names = LeaseNames(rank_client(rank), "world")
+        return EngineParts(
+            metadata=metadata,
+            layout=self._layout,
+            hasher=hasher_of(self._config, metadata.model_name),
+            index=self.index_client(rank),
+            shard=self.shards.get(rank),
+            retrieval=self._retrieval(rank, channel, names),
+            lease_names=names,
+            connector=connector,
+            instance_id=self._config.lmcache_instance_id,
+            on_close=close,
         )
+
+    def _retrieval(self, rank: int, channel: FirstRankChannel | None, names: LeaseNames) -> Retrieval:
+        delivery = Delivery(self.index_client(rank), min_tokens=self._config.min_retrieve_tokens)
+        if channel is None:
+            return OwnRetrieval(delivery, ArenaSource(self.shards[rank].slots), names)
+        if rank != FIRST_RANK:
+            return ReceivingRetrieval(delivery, channel, rank)
+        source = ArenaSource(self.shards[rank].slots)
+        return SendingRetrieval(delivery, source, names, channel, world_size=self._layout.world_size)
 
     def _free_slots(self, ranks: Sequence[int], refs: Sequence[ChunkRef]) -> Sequence[int]:
         for rank in ranks:
@@ -210,7 +235,7 @@ def _callable_broadcaster(
     """The user's two functions as a broadcaster; None where ranks have nothing to tell each other."""
     if (broadcast_fn is None) != (broadcast_object_fn is None):
         raise ConfigError("broadcast_fn and broadcast_object_fn go together: give both or neither")
-    if layout.placement is Placement.PER_RANK or layout.world_size == 1:
+    if not layout.has_receivers:
         return None
     if broadcast_fn is None or broadcast_object_fn is None:
         raise ConfigError(

@@ -54,7 +54,7 @@ class ConfigValues:
     model_revision: OptionalText = None
     """Revision of the model's weights; part of every chunk key."""
     lmcache_instance_id: OptionalText = None
-    """Name of this engine in reports; never part of a key."""
+    """Name of this instance in an engine's repr and the standalone's report; never part of a key."""
     min_retrieve_tokens: Count = 0
     """Shorter prefix hits are not retrieved."""
     lookup_timeout_ms: PositiveCount = 3000
@@ -64,7 +64,7 @@ class ConfigValues:
     call_timeout_s: Seconds = 30.0
     """Seconds by which every store, retrieve or clear returns."""
     restart_window_s: Seconds = 60.0
-    """Seconds for which the memory of a dead rank is kept for its successor."""
+    """Seconds since the last sign of life of another cluster's files after which a sweep removes them."""
     cluster_name: Name = "default"
     """Name of the cache cluster."""
     cluster_namespace: Name = "lmcache_ray"

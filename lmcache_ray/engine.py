@@ -1,4 +1,4 @@
-"""`LMCacheEngine`: store, retrieve and lookup of one rank, over an index, a shard and a channel from the first rank.
+"""`LMCacheEngine`: store, retrieve and lookup of one rank, over an index, a shard and a way to retrieve.
 
 The engine is the thin shell around three decisions made elsewhere: `prompt.py` cuts the prompt and names its chunks,
 the index says which chunks go where, and `shard.py` moves the bytes. It runs the same in one process and inside a
@@ -16,7 +16,6 @@ from lmcache_ray.clearing import ClearResult, names_cpu_tier
 from lmcache_ray.connector.base import KVConnector, SlotMapping, checked_slot_mapping
 from lmcache_ray.connector.paged import KVCaches, PagedConnector
 from lmcache_ray.errors import ClosedError, InvalidRequestError
-from lmcache_ray.first_rank import FirstRankChannel
 from lmcache_ray.index_service import IndexClient, LeaseNames
 from lmcache_ray.keys import ChunkHasher
 from lmcache_ray.layout import WorldLayout
@@ -29,10 +28,10 @@ from lmcache_ray.tokens import TokenSequence, token_ids
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """What an engine is made of. `shard` is None on a rank that holds no chunks, `channel` None where none is needed.
+    """What an engine is made of. `shard` is None on a rank that holds no chunks: its stores copy nothing.
 
     `connector`, when given, is used by calls that name no `kvcaches`; `on_close` gives back what was built for this
-    engine alone.
+    engine alone; `instance_id` is the name that a user gave this instance.
     """
 
     metadata: LMCacheMetadata
@@ -40,10 +39,10 @@ class EngineParts:
     hasher: ChunkHasher
     index: IndexClient
     shard: EngineShard | None
-    channel: FirstRankChannel | None
+    retrieval: Retrieval
     lease_names: LeaseNames
     connector: KVConnector | None = None
-    min_retrieve_tokens: int = 0
+    instance_id: str | None = None
     on_close: Callable[[], None] = lambda: None
 
 
@@ -53,15 +52,6 @@ class LMCacheEngine:
     def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
         self._layout = parts.layout.ranks[parts.metadata.worker_id]
-        self._retrieval = Retrieval(
-            parts.metadata.worker_id,
-            parts.layout,
-            index=parts.index,
-            shard=parts.shard,
-            channel=parts.channel,
-            lease_names=parts.lease_names,
-            min_tokens=parts.min_retrieve_tokens,
-        )
         self._closed = False
 
     @property
@@ -76,7 +66,8 @@ class LMCacheEngine:
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open"
-        return f"<{type(self).__name__} rank {self.metadata.worker_id} of {self.metadata.world_size}, {state}>"
+        named = f" {self._parts.instance_id!r}" if self._parts.instance_id else ""
+        return f"<{type(self).__name__}{named} rank {self.metadata.worker_id} of {self.metadata.world_size}, {state}>"
 
     def store(
         self,
@@ -94,8 +85,9 @@ class LMCacheEngine:
 
         `mask` (bool ``[num_tokens]``, False then True) leaves out leading chunks: their number of tokens must be a
         multiple of `chunk_size`, and they must be cached already, else nothing is stored. Returns the leading tokens
-        that are READY (held by every rank) at return, those cached before included. Raises `InvalidRequestError` or
-        `LayoutError` for arguments that cannot be meant.
+        that are READY (held by every rank) at return, those cached before included. `req_id` is accepted as LMCache's
+        engine does, and changes and shows nothing. Raises `InvalidRequestError` or `LayoutError` for arguments that
+        cannot be meant.
         """
         self._check_open()
         prompt = self._read(tokens, hashes, offsets, request_configs)
@@ -127,11 +119,15 @@ class LMCacheEngine:
         """Copy the cached prefix into `kvcaches`, from the first True of `mask` on (anywhere, not only on chunks).
 
         Returns bool ``[num_tokens]`` on the CPU: True where the row now holds the cached KV. Rows of tokens below the
-        start are never written; rows beyond the last True may hold anything. In a first-rank world every rank must
-        call this for the same prompts in the same order; a failure at rank 0 is a miss on the others.
+        start are never written; rows beyond the last True may hold anything. The chunks are pinned by this call for
+        itself while it reads: it neither needs nor ends the lease of a lookup. `req_id` is accepted as LMCache's engine
+        does, and changes and shows nothing.
+
+        In a first-rank world every rank must call this for the same prompts in the same order; a failure at rank 0 is
+        a miss on the others.
         """
         self._check_open()
-        return self._retrieval.run(
+        return self._parts.retrieval.run(
             partial(self._read_call, tokens, mask, kvcaches, slot_mapping, request_configs)
         )
 
@@ -145,7 +141,10 @@ class LMCacheEngine:
         pin: bool = False,
         request_configs: RequestConfigs | None = None,
     ) -> int:
-        """Leading tokens that every rank could retrieve now.
+        """Leading tokens that every rank could retrieve now, as far as this engine's index knows.
+
+        The one exception are ranks above 0 of an MLA world that were built alone (`build_engine` with broadcast
+        functions): their index is empty, so they find 0, although `retrieve` delivers. There, ask rank 0.
 
         With ``pin=True`` and a `lookup_id` they stay retrievable until `lookup_unpin` or the lease's expiry; asking
         again under the same id renews the lease for what is found then. `search_range` names the tiers to look in.
@@ -168,7 +167,7 @@ class LMCacheEngine:
         ids = token_ids(tokens)
         num_hits = self.lookup(ids, request_configs=request_configs)
         num_loadable = loadable_tokens(num_hits, len(ids), num_computed)
-        return num_loadable if num_hits - num_computed >= self._parts.min_retrieve_tokens else 0
+        return num_loadable if num_hits - num_computed >= self._parts.retrieval.min_tokens else 0
 
     def clear(
         self,
@@ -213,7 +212,7 @@ class LMCacheEngine:
         start = masked_start(mask, prompt.num_tokens, self.chunk_size, aligned=False)
         connector = self._connect(kvcaches)
         rows = checked_slot_mapping(slot_mapping, num_tokens=prompt.num_tokens, num_slots=connector.num_slots)
-        return RetrieveCall(prompt, start, rows, connector)
+        return RetrieveCall(prompt, start, start // self.chunk_size, rows, connector)
 
     def _read(
         self,

@@ -13,7 +13,7 @@ depends on how many tokens were stored.
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Final
 
@@ -201,6 +201,11 @@ class WorldLayout:
         """The rank whose arena holds what `rank` needs."""
         return 0 if self.placement is Placement.FIRST_RANK else rank
 
+    @property
+    def has_receivers(self) -> bool:
+        """True if there are ranks that hold no bytes and need rank 0's."""
+        return len(self.holders) < self.world_size
+
     def describe(self) -> dict[str, object]:
         """What the fingerprint covers, JSON-ready. MLA worlds of any size share one layout: one copy is kept."""
         held = [self.ranks[holder] for holder in self.holders]
@@ -230,7 +235,7 @@ def uniform_world(
 
 def _shift_heads(group: ShardSpec, by: int) -> ShardSpec:
     heads = range(group.heads.start + by, group.heads.stop + by)
-    return ShardSpec(group.layers, heads, group.head_size, group.dtype, group.kv_size, group.replica, group.encoding)
+    return replace(group, heads=heads)
 
 
 def _align(nbytes: int) -> int:

@@ -7,6 +7,7 @@ at once, in threads, as separate processes would run it.
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import reduce
 from typing import TypeVar
 
@@ -15,7 +16,7 @@ import torch
 from lmcache_ray.chunking import Mask
 from lmcache_ray.connector.base import SlotMapping
 from lmcache_ray.connector.paged import KVCaches
-from lmcache_ray.engine import LMCacheEngine
+from lmcache_ray.engine import EngineParts, LMCacheEngine
 from lmcache_ray.errors import InvalidRequestError
 from lmcache_ray.prompt import RequestConfigs
 from lmcache_ray.tokens import TokenSequence
@@ -27,16 +28,22 @@ class WorldEngine(LMCacheEngine):
     """Rank `worker_id`'s engine; `store` and `retrieve` act for the world, `lookup` and `clear` always did.
 
     Each rank has one thread, and calls reach all of them in the same order, whatever threads they come from: the
-    ranks of a first-rank world must take the same steps. `kvcaches` is one list of tensors per rank, or None for
-    `kv_caches`, the world's own; in a world of one rank the list of tensors itself is accepted too.
+    ranks of a first-rank world must take the same steps. `parts` are what every rank's engine is made of. `kvcaches`
+    is one list of tensors per rank, or None for `kv_caches`, the world's own; in a world of one rank the list of
+    tensors itself is accepted too.
     """
 
-    def __init__(self, engines: Sequence[LMCacheEngine], worker_id: int, kv_caches: Sequence[KVCaches]) -> None:
-        super().__init__(engines[worker_id]._parts)
-        self._engines = list(engines)
+    def __init__(self, parts: Sequence[EngineParts], worker_id: int, kv_caches: Sequence[KVCaches]) -> None:
+        super().__init__(replace(parts[worker_id], on_close=self._close_ranks))
+        self._engines = tuple(map(LMCacheEngine, parts))
         self._kv_caches = list(kv_caches)
-        self._threads = [ThreadPoolExecutor(1, thread_name_prefix=f"rank{rank}") for rank in range(len(engines))]
+        self._threads = [ThreadPoolExecutor(1, thread_name_prefix=f"rank{rank}") for rank in range(len(parts))]
         self._order = threading.Lock()
+
+    @property
+    def engines(self) -> tuple[LMCacheEngine, ...]:
+        """Every rank's own engine."""
+        return self._engines
 
     def store(
         self,
@@ -94,10 +101,12 @@ class WorldEngine(LMCacheEngine):
         """Close every rank's engine. Idempotent. Calls that have begun on a rank end by themselves."""
         with self._order:
             super().close()
-            for engine in self._engines:
-                engine.close()
-            for thread in self._threads:
-                thread.shutdown(wait=False)
+
+    def _close_ranks(self) -> None:
+        for engine in self._engines:
+            engine.close()
+        for thread in self._threads:
+            thread.shutdown(wait=False)
 
     def _on_every_rank(
         self, call: Callable[[LMCacheEngine, KVCaches], Result], kvcaches: Sequence[KVCaches] | KVCaches | None

@@ -14,7 +14,8 @@ def describe_world(
     config: LMCacheEngineConfig, metadata: LMCacheMetadata, layout: WorldLayout, sizes: WorldSizes
 ) -> str:
     """Model, ranks, what a chunk, the arenas and the paged KV take, and every configuration key that was set."""
-    return "\n".join([*_world_lines(metadata, layout), *_size_lines(config, layout, sizes), *_config_lines(config)])
+    world = _world_lines(config, metadata, layout)
+    return "\n".join([*world, *_size_lines(config, layout, sizes), *_config_lines(config)])
 
 
 def readable_nbytes(nbytes: int) -> str:
@@ -25,8 +26,9 @@ def readable_nbytes(nbytes: int) -> str:
     return f"{nbytes} bytes ({size:.4g} {_UNITS[unit]})" if unit else f"{nbytes} bytes"
 
 
-def _world_lines(metadata: LMCacheMetadata, layout: WorldLayout) -> Iterator[str]:
-    yield f"model {metadata.model_name}"
+def _world_lines(config: LMCacheEngineConfig, metadata: LMCacheMetadata, layout: WorldLayout) -> Iterator[str]:
+    named = f", instance {config.lmcache_instance_id}" if config.lmcache_instance_id else ""
+    yield f"model {metadata.model_name}{named}"
     ranks = f"{layout.world_size} ranks, all in this process" if layout.world_size > 1 else "1 rank, in this process"
     holders = "; MLA: rank 0 holds the one copy" if layout.placement is Placement.FIRST_RANK else ""
     yield f"world of {ranks}; the engine is rank {metadata.worker_id}{holders}"

@@ -17,7 +17,7 @@ from typing import Final
 
 import torch
 
-from lmcache_ray.build import build_world, resolve
+from lmcache_ray.build import resolve, world_parts
 from lmcache_ray.config import LMCacheEngineConfig
 from lmcache_ray.engine import LMCacheEngine
 from lmcache_ray.errors import ClosedError, ConfigError, ProtocolError
@@ -42,7 +42,6 @@ class _State(Enum):
 @dataclass(frozen=True, slots=True)
 class _World:
     engine: WorldEngine
-    engines: tuple[LMCacheEngine, ...]
     kv_caches: tuple[tuple[torch.Tensor, ...], ...]
 
 
@@ -113,7 +112,7 @@ class LMCacheStandaloneStarter:
     @property
     def engines(self) -> tuple[LMCacheEngine, ...]:
         """Every rank's own engine. Only while running."""
-        return self._running().engines
+        return self._running().engine.engines
 
     @property
     def kv_caches(self) -> tuple[tuple[torch.Tensor, ...], ...]:
@@ -178,14 +177,14 @@ class LMCacheStandaloneStarter:
 
     def _build(self) -> _World:
         config, metadata = self._config, self._metadata
-        engines = build_world(config, metadata)
+        parts = world_parts(config, metadata)
         try:
             check_kv_fits(self._sizes)
             kv_caches = tuple(tuple(caches) for caches in self._make_kv_caches())
-            return _World(WorldEngine(engines, metadata.worker_id, kv_caches), tuple(engines), kv_caches)
+            return _World(WorldEngine(parts, metadata.worker_id, kv_caches), kv_caches)
         except BaseException:  # an interrupt must not leave the arenas either
-            for engine in engines:
-                engine.close()
+            for part in parts:
+                part.on_close()
             raise
 
     def _make_kv_caches(self) -> list[list[torch.Tensor]]:

@@ -50,6 +50,12 @@ def test_mla_decides_the_placement(tmp_path: Path) -> None:
     assert (layout.placement, layout.holders) == (Placement.FIRST_RANK, (0,))
 
 
+def test_an_engine_shows_the_name_of_its_instance(tmp_path: Path) -> None:
+    engine = build_engine(make_config(tmp_path, lmcache_instance_id="blue"), make_metadata())
+    assert repr(engine) == "<LMCacheEngine 'blue' rank 0 of 1, open>"
+    engine.close()
+
+
 def test_a_world_has_one_engine_per_rank(tmp_path: Path) -> None:
     engines = build_world(make_config(tmp_path), make_metadata(3), layer_groups=TWO_GROUPS)
     places = [
@@ -57,7 +63,7 @@ def test_a_world_has_one_engine_per_rank(tmp_path: Path) -> None:
         for m in (engine.metadata for engine in engines)
     ]
     assert places == [(0, 0, 3, 3), (1, 1, 3, 3), (2, 2, 3, 3)]
-    assert "rank 2 of 3, open" in repr(engines[2])
+    assert repr(engines[2]) == "<LMCacheEngine rank 2 of 3, open>"
     for engine in engines:
         engine.close()
 

@@ -173,7 +173,7 @@ def test_random_operations_of_four_threads(tmp_path: Path, use_mla: bool, lease_
         call_timeout_s=10 if use_mla else 0.1,
         cache_policy="LFU" if use_mla else "LRU",
     ) as world:
-        engine = WorldEngine(world.engines, 0, world.kvs)
+        engine = WorldEngine([engine._parts for engine in world.engines], 0, world.kvs)
         calls = whole_world(engine) if use_mla else each_rank(world)
         drivers = [Driver(world, *calls, seed, leases_last=lease_timeout_s > 1) for seed in range(NUM_THREADS)]
         run(drivers)

@@ -65,6 +65,11 @@ def test_the_description_names_model_ranks_sizes_and_what_was_set() -> None:
     assert not any("cache_policy" in line for line in lines)
 
 
+def test_the_name_of_the_instance_is_shown() -> None:
+    config = LMCacheEngineConfig(lmcache_instance_id="blue")
+    assert starter_for("(2,2,8,4,16):float16:2", config).describe().startswith("model my_model, instance blue\n")
+
+
 def test_a_default_configuration_is_said_in_one_line() -> None:
     description = starter_for("(2,2,8,4,16):float16:2", LMCacheEngineConfig(), kv_dtype=torch.float16).describe()
     assert description.endswith("configuration: every key at its default")

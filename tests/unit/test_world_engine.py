@@ -20,7 +20,7 @@ TOKENS, ROWS = list(range(12)), random_rows(12)
 
 @contextmanager
 def acting_for(world: World, worker_id: int = 0) -> Iterator[WorldEngine]:
-    engine = WorldEngine(world.engines, worker_id, world.kvs)
+    engine = WorldEngine([engine._parts for engine in world.engines], worker_id, world.kvs)
     try:
         yield engine
     finally:
@@ -113,11 +113,11 @@ def test_callers_from_many_threads_all_get_their_prompt(tmp_path: Path, use_mla:
 
 def test_close_ends_every_rank_and_its_threads(tmp_path: Path) -> None:
     with make_world(tmp_path, 3, use_mla=True) as world:
-        engine = WorldEngine(world.engines, 1, world.kvs)
+        engine = WorldEngine([engine._parts for engine in world.engines], 1, world.kvs)
         engine.store(TOKENS, slot_mapping=ROWS)
         engine.close()
         engine.close()
-        assert not engine.is_healthy() and not any(rank.is_healthy() for rank in world.engines)
+        assert not engine.is_healthy() and not any(rank.is_healthy() for rank in engine.engines)
         for call in (engine.store, engine.retrieve):
             with pytest.raises(ClosedError):
                 call(TOKENS, slot_mapping=ROWS)
