@@ -48,6 +48,14 @@ _NO_REFS = PackedRefs.pack(())
 _NO_STORE = PlannedStore(None, _NO_REFS, b"", 0)
 
 
+def concurrency_groups(world_size: int) -> dict[str, int]:
+    """Threads for each kind of call, so that one kind never waits for another.
+
+    `clear` waits for ranks; in `broadcast` every rank may be waiting, and every one of them publishing.
+    """
+    return {"control": 4, "index": 8, "clear": 2, "broadcast": 2 * world_size + 2}
+
+
 class Coordinator:
     """One per cache cluster. `epoch` is part of every generation it issues."""
 

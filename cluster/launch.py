@@ -16,13 +16,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from lmcache_ray.arena.capacity import arena_nbytes
 from lmcache_ray.errors import ClusterError, ClusterExistsError, DeadlineError, LMCacheRayError
 
-from .coordinator import Coordinator
+from .coordinator import Coordinator, concurrency_groups
 from .deadline import Deadline
 from .kv_source import KVSpec
 from .probe import NodeNeeds, choose_env_vars, probe_nodes
 from .ray_calls import Actor, Ref
 from .topology import Topology
-from .worker import RankWorker
+from .worker import CONCURRENCY_GROUPS, RankWorker
 from .world import WorldSpec, cluster_prefix, coordinator_name, rank_name
 
 _FIRST_EPOCH = 1
@@ -181,12 +181,10 @@ def _create(plan: LaunchPlan, env_vars: Mapping[str, str]) -> ClusterActors:
         "lifetime": "detached" if plan.detached else None,
         "runtime_env": {"env_vars": dict(env_vars)} if env_vars else None,
     }
-    size = world.layout.world_size
-    coordinator_threads = {"control": 4, "index": 8, "clear": 2, "broadcast": 2 * size + 2}
-    worker_threads = {"control": 4, "data": 4, "call": 4, "watch": 1}
+    coordinator_threads = concurrency_groups(world.layout.world_size)
     # Ray's types know concurrency_groups as an option only, where it is not taken.
     coordinator_class = ray.remote(concurrency_groups=coordinator_threads)(Coordinator)  # type: ignore[call-overload]
-    worker_class = ray.remote(concurrency_groups=worker_threads)(RankWorker)  # type: ignore[call-overload]
+    worker_class = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(RankWorker)  # type: ignore[call-overload]
     with _claiming_names(world):
         coordinator = coordinator_class.options(
             **common,

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 _HEARTBEAT_S = 5.0
 
+CONCURRENCY_GROUPS = {"control": 4, "data": 4, "call": 4, "watch": 1}
+"""Threads for each kind of call; the module's docstring says what they are for."""
+
 
 class RankWorker:
     """One rank's actor. Created first, so that it can say on which node it runs; `start` makes the rank."""

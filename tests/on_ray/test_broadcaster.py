@@ -8,7 +8,8 @@ import pytest
 import ray
 
 from cluster.broadcaster import CoordinatorBroadcaster
-from cluster.coordinator import Coordinator
+from cluster.coordinator import Coordinator, concurrency_groups
+from cluster.coordinator_client import CoordinatorClient
 from cluster.ray_calls import Actor
 from cluster.world import WorldSpec
 from lmcache_ray.broadcast.exchange import Exchange
@@ -52,9 +53,13 @@ def tiny_world() -> WorldSpec:
 
 def start_coordinator() -> Actor:
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    groups = {"control": 4, "index": 4, "broadcast": 2 * MAX_RANKS + 2}
+    groups = concurrency_groups(MAX_RANKS)
     actor: Actor = ray.remote(concurrency_groups=groups)(FreshCoordinator).options(num_cpus=0).remote(tiny_world(), 1)
     return actor
+
+
+def client_of(actor: Actor, rank: int) -> CoordinatorClient:
+    return CoordinatorClient(actor, f"rank{rank}", timeout_s=30.0)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +77,7 @@ class TestCoordinatorBroadcaster(ManyRankSuite, TagSuite):
         def make(world_size: int, timeout_s: float) -> list[CoordinatorBroadcaster]:
             ray.get(coordinator.begin_anew.remote(world_size, timeout_s), timeout=30)
             return [
-                CoordinatorBroadcaster(rank, world_size, coordinator, timeout_s=timeout_s)
+                CoordinatorBroadcaster(rank, world_size, client_of(coordinator, rank), timeout_s=timeout_s)
                 for rank in range(world_size)
             ]
 
@@ -80,7 +85,7 @@ class TestCoordinatorBroadcaster(ManyRankSuite, TagSuite):
 
     def test_without_a_coordinator_no_broadcast_is_possible(self, ray_nodes: list[str]) -> None:
         actor = start_coordinator()
-        ends = [CoordinatorBroadcaster(rank, MAX_RANKS, actor, timeout_s=5.0) for rank in range(2)]
+        ends = [CoordinatorBroadcaster(rank, MAX_RANKS, client_of(actor, rank), timeout_s=5.0) for rank in range(2)]
         ends[0].broadcast_object("there", src=0)
         assert ends[1].broadcast_object(None, src=0) == "there"
         ray.kill(actor)

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 import pytest
 
 from cluster.client import CacheCluster
+from cluster.coordinator_client import CoordinatorClient
 from cluster.coordinator_index import CoordinatorIndex
 from lmcache_ray.arena.mapped import ArenaMap
 from lmcache_ray.layout import Placement, WorldLayout
@@ -28,7 +29,8 @@ class ClusterWorld:
 
     def client(self, name: str) -> CoordinatorIndex:
         """A client that has not registered: its leases end by time or release alone."""
-        return CoordinatorIndex(self._cluster.link.coordinator, name, call_timeout_s=30.0, lookup_timeout_s=30.0)
+        calls = CoordinatorClient(self._cluster.link.coordinator.actor, name, timeout_s=30.0)
+        return CoordinatorIndex(calls, lookup_timeout_s=30.0)
 
     def check_idle(self) -> None:
         self._cluster.check_integrity()
