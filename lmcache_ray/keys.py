@@ -165,11 +165,13 @@ class HashedChunks(NamedTuple):
     lengths: list[int]
 
 
-def checked_hashes(hashes: Sequence[bytes] | None, offsets: Sequence[int] | None, chunk_size: int) -> HashedChunks:
+def checked_hashes(
+    hashes: Sequence[bytes] | None, offsets: Sequence[int] | None, chunk_size: int, *, keep_partial: bool
+) -> HashedChunks:
     """The chunks that a caller names by key (`hashes`) and number of tokens (`offsets`) in place of tokens.
 
-    Each hash is a 32-byte digest, no two alike; each length is `chunk_size`, only the last may be shorter. Raises
-    `InvalidRequestError` that names the first wrong position.
+    Each hash is a 32-byte digest, no two alike; each length is `chunk_size`, only the last may be shorter, and that
+    only with `keep_partial`. Raises `InvalidRequestError` that names the first wrong position.
     """
     if hashes is None or offsets is None:
         missing = "hashes" if hashes is None else "offsets"
@@ -182,11 +184,16 @@ def checked_hashes(hashes: Sequence[bytes] | None, offsets: Sequence[int] | None
             raise InvalidRequestError(f"hashes[{index}] is {shown(key)}; accepted: bytes of length {KEY_NBYTES}")
         if seen.setdefault(key, index) != index:
             raise InvalidRequestError(f"hashes[{index}] equals hashes[{seen[key]}]; a prompt's keys all differ")
-    last = len(offsets) - 1
+    last_partial = len(offsets) - 1 if keep_partial else None
     for index, length in enumerate(offsets):
-        shortest = 1 if index == last else chunk_size
+        shortest = 1 if index == last_partial else chunk_size
         if not _is_int(length) or not shortest <= length <= chunk_size:
-            accepted = f"1 to {chunk_size}" if index == last else f"{chunk_size}, as only the last may be shorter"
+            if index == last_partial:
+                accepted = f"1 to {chunk_size}"
+            elif keep_partial:
+                accepted = f"{chunk_size}, as only the last may be shorter"
+            else:
+                accepted = f"{chunk_size}, as partial chunks are not kept (save_unfull_chunk)"
             raise InvalidRequestError(f"offsets[{index}] is {shown(length)}; accepted: {accepted}")
     return HashedChunks(list(hashes), list(offsets))
 

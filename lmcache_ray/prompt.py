@@ -60,7 +60,7 @@ def read_prompt(
 
 
 def _from_hashes(hasher: ChunkHasher, hashes: Sequence[bytes], offsets: Sequence[int] | None) -> Prompt:
-    keys, lengths = checked_hashes(hashes, offsets, hasher.chunk_size)
+    keys, lengths = checked_hashes(hashes, offsets, hasher.chunk_size, keep_partial=hasher.keep_partial)
     spans, end = [], 0
     for length in lengths:
         spans.append((end, end + length))

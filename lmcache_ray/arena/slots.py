@@ -182,15 +182,6 @@ class ArenaSlots:
         """True while the slot is COMMITTED(generation): the look to take after the last byte was read."""
         return self._word(slot) == generation << _STATE_BITS | _COMMITTED
 
-    def are_committed(self, slots: npt.ArrayLike, generations: npt.ArrayLike) -> npt.NDArray[np.bool_]:
-        """`is_committed` of many slots: integer arrays ``[n]`` in, bool ``[n]`` out."""
-        index = np.asarray(slots, dtype=np.int64)
-        if index.size and not (index.min() >= 0 and index.max() < self._num_slots):
-            raise self._no_such_slot(int(index.max() if index.min() >= 0 else index.min()))
-        expected = np.asarray(generations, dtype=np.uint64) << np.uint64(_STATE_BITS) | np.uint64(_COMMITTED)
-        answers: npt.NDArray[np.bool_] = self._word_array[index] == expected
-        return answers
-
     def holds(self, slot: int, generation: int, key: bytes) -> bool:
         """True if the slot is COMMITTED(generation) with the chunk `key`: the look to take before the first byte."""
         word = generation << _STATE_BITS | _COMMITTED

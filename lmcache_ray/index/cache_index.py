@@ -225,13 +225,13 @@ class CacheIndex:
         """The quarantined chunks that this rank has still to answer for, or to forget."""
         return self._ledger.unsettled(rank)
 
-    def settle(self, rank: int, refs: Iterable[ChunkRef | tuple[int, int]]) -> int:
-        """It is proven that the rank does not write these refs, or (slot, generation) pairs, and never will.
+    def settle(self, rank: int, refs: Iterable[ChunkRef]) -> int:
+        """It is proven that the rank does not write these refs, and never will.
 
         The writer has answered, or is dead. One that is being written, and that the rank has not committed, is aborted.
         Refs for which the rank owes nothing (any more) are ignored. Answers how many it owed.
         """
-        return self._ledger.settle(rank, [(ref[-2], ref[-1]) for ref in refs])
+        return self._ledger.settle(rank, refs)
 
     # ------------------------------------------------------------------------------------------------ clearing
 

@@ -222,10 +222,10 @@ class WriteLedger:
         slots = [slot for slot in self._table.slots_in(SlotState.QUARANTINED) if self.owing[slot] & bit]
         return list(self._table.refs(slots))
 
-    def settle(self, rank: int, uses: Iterable[tuple[int, int]]) -> int:
-        """See `CacheIndex.settle`; `uses` are (slot, generation) pairs."""
+    def settle(self, rank: int, refs: Iterable[ChunkRef]) -> int:
+        """See `CacheIndex.settle`."""
         bit = self._bit(rank)
-        current = [slot for slot, generation in uses if self._table.is_current(slot, generation)]
+        current = [slot for _, slot, generation in refs if self._table.is_current(slot, generation)]
         num_settled = 0
         for slot in current:
             if not self.owing[slot] & bit:

@@ -83,7 +83,7 @@ def test_a_newer_generation_takes_the_slot_from_any_state(slots: ArenaSlots) -> 
 
 def test_the_largest_generation_fits_and_one_more_does_not(slots: ArenaSlots) -> None:
     store(slots, 0, MAX_GENERATION)
-    assert slots.holds(0, MAX_GENERATION, KEY) and bool(slots.are_committed([0], [MAX_GENERATION])[0])
+    assert slots.holds(0, MAX_GENERATION, KEY) and slots.is_committed(0, MAX_GENERATION)
     with pytest.raises(ProtocolError, match="at most"):
         slots.begin_write(1, MAX_GENERATION + 1)
 
@@ -149,20 +149,10 @@ def test_a_slot_outside_the_arena_is_refused_everywhere(slots: ArenaSlots, slot:
         lambda: slots.is_committed(slot, 1),
         lambda: slots.holds(slot, 1, KEY),
         lambda: slots.word(slot),
-        lambda: slots.are_committed(np.array([0, slot]), np.array([1, 1])),
     ]
     for call in calls:
         with pytest.raises(ProtocolError, match=rf"slot {slot} does not exist: the arena has 5 slots"):
             call()
-
-
-def test_many_slots_are_checked_at_once(slots: ArenaSlots) -> None:
-    store(slots, 0, 1)
-    store(slots, 3, 7)
-    slots.begin_write(4, 2)
-    answers = slots.are_committed(np.array([3, 0, 4, 1, 0]), np.array([7, 1, 2, 0, 2]))
-    assert answers.dtype == np.bool_ and answers.tolist() == [True, True, False, False, False]
-    assert slots.are_committed(np.array([], np.int64), np.array([], np.int64)).tolist() == []
 
 
 RECORDS = GEOMETRY.records_offset

@@ -109,7 +109,7 @@ def test_ready_made_hashes_name_the_same_chunks(tmp_path: Path) -> None:
 
 
 def test_hashes_of_a_foreign_scheme_work_without_tokens(tmp_path: Path) -> None:
-    with make_world(tmp_path) as world:
+    with make_world(tmp_path, save_unfull_chunk=True) as world:
         engine, kv = world.engines[0], world.kvs[0]
         keys = [bytes([number]) * 32 for number in range(2)]
         assert engine.store(hashes=keys, offsets=[4, 3], kvcaches=kv, slot_mapping=random_rows(7)) == 7
@@ -126,6 +126,7 @@ def test_hashes_of_a_foreign_scheme_work_without_tokens(tmp_path: Path) -> None:
         ({"hashes": [b"k" * 32], "offsets": [4, 4]}, "1 hashes but 2 offsets"),
         ({"hashes": [b"short"], "offsets": [4]}, r"hashes\[0\]"),
         ({"hashes": [b"k" * 32], "offsets": [5]}, r"offsets\[0\] is 5"),
+        ({"hashes": [b"k" * 32], "offsets": [3]}, r"offsets\[0\] is 3.*save_unfull_chunk"),
         ({"tokens": TOKENS, "offsets": [4, 4, 4]}, "`offsets`"),
         ({"hashes": [b"k" * 32], "offsets": [4], "request_configs": {"cache_salt": "s"}}, "request_configs"),
         ({"tokens": TOKENS, "request_configs": {"cache_sault": "s"}}, "cache_sault.*did you mean 'cache_salt'"),

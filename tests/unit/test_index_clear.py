@@ -3,6 +3,7 @@
 import pytest
 
 from lmcache_ray.errors import ProtocolError
+from lmcache_ray.index.plans import ChunkRef
 from tests.unit.index_builders import contents, finish, keys_of, make_index, names, store
 
 
@@ -101,4 +102,4 @@ def test_only_holders_clear() -> None:
     with pytest.raises(ProtocolError, match="rank 5 holds no chunks"):
         index.complete_clear(plan.plan_id, 5)
     with pytest.raises(ProtocolError, match="slot 4"):
-        index.settle(0, [(4, 1)])
+        index.settle(0, [ChunkRef(b"a", 4, 1)])

@@ -51,7 +51,7 @@ def test_settling_frees_a_slot_when_the_last_rank_has_proven_that_it_does_not_wr
     assert index.settle(0, index.unsettled(0)) == 2
     assert index.counts().quarantined == 2
     assert index.settle(0, plan.refs) == 0
-    assert index.settle(1, [(plan.refs[0].slot, plan.refs[0].generation)]) == 1
+    assert index.settle(1, plan.refs[:1]) == 1
     assert index.counts().quarantined == 1
     assert index.settle(1, index.unsettled(1)) == 1
     assert (index.counts().free, index.counts().plans) == (4, 0)

@@ -257,8 +257,15 @@ def test_impossible_hashers_are_refused(arguments, message):
 def test_checked_hashes_accepts_what_a_hasher_made():
     hasher = ChunkHasher("llama", chunk_size=C, keep_partial=True)
     keys = hasher.keys(TOKENS[:-1])
-    assert checked_hashes(keys, [4, 4, 3], C) == (keys, [4, 4, 3])
-    assert checked_hashes([], [], C) == ([], [])
+    assert checked_hashes(keys, [4, 4, 3], C, keep_partial=True) == (keys, [4, 4, 3])
+    for keep_partial in (False, True):
+        assert checked_hashes(keys[:2], [4, 4], C, keep_partial=keep_partial) == (keys[:2], [4, 4])
+        assert checked_hashes([], [], C, keep_partial=keep_partial) == ([], [])
+
+
+def test_a_partial_last_chunk_is_refused_where_partial_chunks_are_not_kept():
+    with pytest.raises(InvalidRequestError, match=r"offsets\[1\] is 3 .*accepted: 4, as partial.*save_unfull_chunk"):
+        checked_hashes([A, B], [4, 3], C, keep_partial=False)
 
 
 A, B = b"a" * 32, b"b" * 32
@@ -283,4 +290,4 @@ A, B = b"a" * 32, b"b" * 32
 )
 def test_wrong_hashes_and_offsets_are_refused(hashes, offsets, message):
     with pytest.raises(InvalidRequestError, match=message):
-        checked_hashes(hashes, offsets, C)
+        checked_hashes(hashes, offsets, C, keep_partial=True)
