@@ -18,7 +18,7 @@ from ray.exceptions import RayError
 
 from lmcache_ray.broadcast.base import check_rank
 from lmcache_ray.broadcast.exchange import described
-from lmcache_ray.broadcast.log import Aborted, Payload, Tag
+from lmcache_ray.broadcast.tags import Aborted, Payload, Tag
 from lmcache_ray.broadcast.tensors import TensorSpec, fill, specs_of
 from lmcache_ray.errors import ArenaError, BroadcastAborted, BroadcastError, ClusterError
 from lmcache_ray.first_rank import FIRST_RANK, ReceivedLoad, SharedLoad

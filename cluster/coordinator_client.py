@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from lmcache_ray.broadcast.log import Tag, TakeResult
+from lmcache_ray.broadcast.tags import Tag, TakeResult
 from lmcache_ray.errors import DeadlineError
 from lmcache_ray.index_service import ClearCounts
 

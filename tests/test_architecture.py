@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "lmcache_ray.config", "lmcache_ray.config_compat", "lmcache_ray.config_fields",
         "lmcache_ray.config_sources", "lmcache_ray.config_spelling",
     )),
-    ("pure machines", ("lmcache_ray.index", "lmcache_ray.broadcast.log")),
+    ("pure machines", ("lmcache_ray.index", "lmcache_ray.broadcast.tags", "lmcache_ray.broadcast.log")),
     ("protocols", ("lmcache_ray.connector.base", "lmcache_ray.broadcast.base", "lmcache_ray.index_service")),
     ("implementations", (
         "lmcache_ray.arena", "lmcache_ray.connector", "lmcache_ray.broadcast", "lmcache_ray.clearing",
@@ -54,15 +54,15 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     )),
     ("cluster: client", ("cluster.client",)),
     ("cluster: commands", (
-        "cluster.replay_rank", "cluster.replay", "cluster.tables", "cluster.cli", "cluster.commands",
-        "cluster.__main__",
+        "cluster.replay_rank", "cluster.replay", "cluster.replay_name", "cluster.tables", "cluster.cli",
+        "cluster.commands", "cluster.__main__",
     )),
 )
 
 PURE = (
-    "lmcache_ray.index", "lmcache_ray.broadcast.log", "lmcache_ray.errors", "lmcache_ray.dtypes",
-    "lmcache_ray.layout", "lmcache_ray.tokens", "lmcache_ray.chunking", "lmcache_ray.keys", "lmcache_ray.prompt",
-    "lmcache_ray.splitmix", "lmcache_ray.connector.base",
+    "lmcache_ray.index", "lmcache_ray.broadcast.tags", "lmcache_ray.broadcast.log", "lmcache_ray.errors",
+    "lmcache_ray.dtypes", "lmcache_ray.layout", "lmcache_ray.tokens", "lmcache_ray.chunking", "lmcache_ray.keys",
+    "lmcache_ray.prompt", "lmcache_ray.splitmix", "lmcache_ray.connector.base",
     "cluster.messages", "cluster.topology", "cluster.membership", "cluster.workload", "cluster.chat_workload",
     "cluster.expected_bytes", "cluster.report", "cluster.world", "cluster.requests",
 )

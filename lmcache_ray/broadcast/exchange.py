@@ -12,17 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from lmcache_ray.broadcast.log import (
-    Aborted,
-    BroadcastLog,
-    Epoch,
-    NamedTag,
-    Payload,
-    Pending,
-    SessionTag,
-    Tag,
-    TakeResult,
-)
+from lmcache_ray.broadcast.log import BroadcastLog
+from lmcache_ray.broadcast.tags import Aborted, Epoch, NamedTag, Payload, Pending, SessionTag, Tag, TakeResult
 from lmcache_ray.errors import BroadcastAborted, DeadlineError
 
 _KEEP_TIMEOUTS: Final = 4

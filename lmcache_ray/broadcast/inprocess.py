@@ -6,26 +6,14 @@
     group.broadcaster(rank).broadcast_object(plan if rank == 0 else None, src=0)   # in rank's thread
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from lmcache_ray.broadcast.base import check_rank
 from lmcache_ray.broadcast.exchange import Exchange
-from lmcache_ray.broadcast.tensors import fill, snapshot
-from lmcache_ray.errors import BroadcastAborted, ConfigError
-
-if TYPE_CHECKING:
-    import torch
+from lmcache_ray.broadcast.send_receive import SendReceiveBroadcaster
+from lmcache_ray.errors import ConfigError
 
 _EPOCH: Final = "in-process"  # a group and its log live and die together
-
-
-@dataclass(frozen=True, slots=True)
-class _Tensors:
-    """Marks a payload as tensors, so that a rank which expects an object notices."""
-
-    tensors: "tuple[torch.Tensor, ...]"
 
 
 class InProcessGroup:
@@ -69,55 +57,25 @@ class InProcessGroup:
         self._exchange.rank_back(rank)
 
 
-class InProcessBroadcaster:
-    """One rank's end of an `InProcessGroup`; see `Broadcaster` for the contract."""
+class InProcessBroadcaster(SendReceiveBroadcaster):
+    """One rank's end of an `InProcessGroup`: an object broadcast is the very same object on every rank."""
 
     def __init__(self, exchange: Exchange, rank: int) -> None:
+        super().__init__(rank, exchange.world_size)
         self._exchange = exchange
-        self._rank = rank
 
-    @property
-    def rank(self) -> int:
-        """This end's rank."""
-        return self._rank
+    def send_message(self, message: object, *, tag: str | None) -> None:
+        """See `SendReceiveBroadcaster`."""
+        self._exchange.publish(message, self.rank, tag)
 
-    @property
-    def world_size(self) -> int:
-        """Number of ranks in the group."""
-        return self._exchange.world_size
-
-    def broadcast_object(self, obj: object, *, src: int, tag: str | None = None) -> object:
-        """`obj` of rank `src`: the very same object on every rank."""
-        check_rank("src", src, self.world_size)
-        if self._rank == src:
-            self._exchange.publish(obj, src, tag)
-            return obj
-        received = self._exchange.receive(self._rank, src, tag)
-        if isinstance(received, _Tensors):
-            raise self._out_of_step(f"rank {src} sent tensors where rank {self._rank} expected an object", tag)
-        return received
-
-    def broadcast_tensors(self, tensors: "Sequence[torch.Tensor]", *, src: int, tag: str | None = None) -> None:
-        """Copies the tensors of rank `src` into those of the other ranks; see `Broadcaster`."""
-        check_rank("src", src, self.world_size)
-        if self._rank == src:
-            self._exchange.publish(_Tensors(snapshot(tensors)), src, tag)
-            return
-        received = self._exchange.receive(self._rank, src, tag)
-        if not isinstance(received, _Tensors):
-            raise self._out_of_step(f"rank {src} sent an object where rank {self._rank} expected tensors", tag)
-        fill(tensors, received.tensors, src=src)
+    def receive_message(self, src: int, *, tag: str | None) -> object:
+        """See `SendReceiveBroadcaster`."""
+        return self._exchange.receive(self.rank, src, tag)
 
     def abort(self, reason: str, *, tag: str | None = None) -> None:
-        """Receivers of this rank's next untagged call, or of `tag`, raise `BroadcastAborted` with the reason."""
-        self._exchange.fail(reason, self._rank, tag)
+        """See `SendReceiveBroadcaster`."""
+        self._exchange.fail(reason, self.rank, tag)
 
     def break_session(self, reason: str) -> None:
-        """Untagged calls are refused until every rank has been told."""
+        """See `SendReceiveBroadcaster`."""
         self._exchange.break_session(reason)
-
-    def _out_of_step(self, reason: str, tag: str | None) -> BroadcastAborted:
-        """An untagged call got what another one sent: breaks the session. Returns the error to raise."""
-        if tag is None:
-            self._exchange.break_session(reason)
-        return BroadcastAborted(reason)

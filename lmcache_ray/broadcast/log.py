@@ -21,55 +21,10 @@ payload that expired unread), the session is broken for all until they agree on 
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Final, TypeAlias
+from typing import Final
 
+from lmcache_ray.broadcast.tags import Aborted, Epoch, NamedTag, Payload, Pending, SessionTag, Tag, TakeResult
 from lmcache_ray.errors import BroadcastAborted, IntegrityError, ProtocolError
-
-Epoch: TypeAlias = str | int
-
-
-@dataclass(frozen=True, slots=True)
-class NamedTag:
-    """A broadcast from rank `src` under a name that every rank knows and that is used for one attempt only."""
-
-    epoch: Epoch
-    src: int
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class SessionTag:
-    """The `sequence`-th untagged broadcast (from 0) of a session, from rank `src`."""
-
-    epoch: Epoch
-    src: int
-    session: int
-    sequence: int
-
-
-Tag: TypeAlias = NamedTag | SessionTag
-
-
-@dataclass(frozen=True, slots=True)
-class Pending:
-    """The source has neither published nor failed: ask again."""
-
-
-@dataclass(frozen=True, slots=True)
-class Payload:
-    """What the source published."""
-
-    value: object
-
-
-@dataclass(frozen=True, slots=True)
-class Aborted:
-    """It will never come; final."""
-
-    reason: str
-
-
-TakeResult: TypeAlias = Pending | Payload | Aborted
 
 
 class _State(Enum):

@@ -38,11 +38,6 @@ def check_specs(own: Sequence[TensorSpec], sent: Sequence[TensorSpec], *, src: i
             )
 
 
-def snapshot(tensors: "Sequence[torch.Tensor]") -> "tuple[torch.Tensor, ...]":
-    """Copies that stay as they are when the source reuses its tensors."""
-    return tuple(tensor.detach().clone() for tensor in tensors)
-
-
 def fill(tensors: "Sequence[torch.Tensor]", sent: "Sequence[torch.Tensor]", *, src: int) -> None:
     """Copies `sent` into `tensors`, byte for byte; raises `BroadcastError` before the first one if any differs."""
     check_specs(specs_of(tensors), specs_of(sent), src=src)

@@ -9,7 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from lmcache_ray.broadcast.log import Aborted, BroadcastLog, NamedTag, Payload, Pending, SessionTag
+from lmcache_ray.broadcast.log import BroadcastLog
+from lmcache_ray.broadcast.tags import Aborted, NamedTag, Payload, Pending, SessionTag
 from lmcache_ray.errors import BroadcastAborted, ProtocolError
 
 TTL = 10.0
