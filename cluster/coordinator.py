@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import ray
 
 from lmcache_ray.broadcast.exchange import Exchange
-from lmcache_ray.broadcast.log import Tag, TakeResult
+from lmcache_ray.broadcast.tags import Tag, TakeResult
 from lmcache_ray.errors import DeadlineError
 from lmcache_ray.index.cache_index import CacheIndex
 from lmcache_ray.index.plans import LoadPlan, StorePlan
