@@ -11,6 +11,7 @@ import numpy as np
 import ray
 import torch
 
+from lmcache_ray.connector.base import KVConnector
 from lmcache_ray.errors import LMCacheRayError
 from lmcache_ray.layout import Placement
 from lmcache_ray.metadata import LMCacheMetadata
@@ -109,6 +110,33 @@ def lookup(context: RankContext, tokens: Sequence[int]) -> int:
 def retrieve_own(context: RankContext, prompts: Sequence[Sequence[int]], rows: np.ndarray) -> list[bool]:
     """SPMD gone wrong: rank r asks for ``prompts[r]``."""
     return context.engine.retrieve(prompts[context.worker_id], slot_mapping=rows).tolist()
+
+
+class _BrokenConnector:
+    """Fails as a device might, not with an error of ours."""
+
+    num_slots = 1 << 20
+
+    def __init__(self, mended: KVConnector) -> None:
+        self.mended = mended
+
+    def gather(self, shard: np.ndarray, rows: np.ndarray) -> None:
+        raise RuntimeError("the device is on fire")
+
+    def scatter(self, shard: np.ndarray, rows: np.ndarray, first_row: int) -> None:
+        raise RuntimeError("the device is on fire")
+
+
+def break_connector(context: RankContext) -> None:
+    """From now on the rank's KV can be neither read nor written."""
+    context.rank.connector = _BrokenConnector(context.rank.connector)
+
+
+def mend_connector(context: RankContext) -> None:
+    """Undo `break_connector`."""
+    broken = context.rank.connector
+    assert isinstance(broken, _BrokenConnector)
+    context.rank.connector = broken.mended
 
 
 def numbered_kv(

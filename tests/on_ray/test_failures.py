@@ -118,6 +118,7 @@ def test_a_killed_receiver_makes_misses_for_the_driver_only(mla: CacheCluster) -
     assert not mla.retrieve(tokens, ROWS).any()
     calls = [mla.link.workers[rank].call.remote(rank_functions.retrieve, tokens, ROWS) for rank in (0, 1)]
     assert ray.get(calls, timeout=CALL_TIMEOUT_S) == [GOOD] * 2
+    assert mla.status().leases == 0, "nothing is pinned for a rank that is gone"
     assert mla.store(list(range(200, 200 + NUM_TOKENS)), ROWS) == NUM_TOKENS
 
 
