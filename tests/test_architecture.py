@@ -4,6 +4,7 @@ Modules are read, not imported. A new module must be entered in `LAYERS`, once i
 """
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -73,8 +74,8 @@ IMPURE_IMPORTS = frozenset((
 ))
 IMPURE_CALLS = frozenset(("open", "print", "input", "exec", "eval"))
 
-MAX_FILE_LINES = 350
-MAX_FUNCTION_LINES = 60
+MAX_FILE_LINES = {"lmcache_ray": 300, "cluster": 350}
+MAX_FUNCTION_LINES = {"lmcache_ray": 50, "cluster": 60}
 
 
 @cache
@@ -200,18 +201,39 @@ def test_pure_modules_have_no_side_door(name: str) -> None:
 
 @pytest.mark.parametrize("name", modules())
 def test_files_and_functions_stay_small(name: str) -> None:
-    path = modules()[name]
+    path, package = modules()[name], name.partition(".")[0]
     num_lines = len(path.read_text(encoding="utf-8").splitlines())
-    assert num_lines <= MAX_FILE_LINES, f"{path.name} has {num_lines} lines: it is probably two things"
+    assert num_lines <= MAX_FILE_LINES[package], f"{path.name} has {num_lines} lines: it is probably two things"
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
-            assert length <= MAX_FUNCTION_LINES, f"{name}.{node.name} has {length} lines"
+            assert length <= MAX_FUNCTION_LINES[package], f"{name}.{node.name} has {length} lines"
 
 
 @pytest.mark.parametrize("name", modules())
 def test_every_file_says_what_it_is(name: str) -> None:
     assert ast.get_docstring(tree_of(modules()[name])), f"{name} has no opening docstring"
+
+
+def files_in_structure() -> set[str]:
+    """The paths in the tables of section 5 of docs/structure.md. Within a cell a folder holds until the next one."""
+    text = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8")
+    found, package = set(), ""
+    for line in text[text.index("## 5. Files") : text.index("## 6.")].splitlines():
+        if line.startswith("### "):
+            package = next(name for name in PACKAGES if f"`{name}/`" in line)
+        folder = ""
+        for named, file in re.findall(r"`(\w+/)?(\w+\.py)`", line.split("|")[1] if line.startswith("|") else ""):
+            folder = named or folder
+            found.add(f"{package}/{folder}{file}")
+    return found
+
+
+def test_the_structure_page_names_every_file_and_no_other() -> None:
+    named = files_in_structure()
+    there = {str(path.relative_to(ROOT)) for path in modules().values() if path.name != "__init__.py"}
+    assert not there - named, f"docs/structure.md, section 5, does not say what lives in {sorted(there - named)}"
+    assert not named - there, f"docs/structure.md, section 5, names files that are not there: {sorted(named - there)}"
 
 
 @pytest.mark.parametrize("folder", ["unit", "contract"])

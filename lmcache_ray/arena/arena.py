@@ -7,6 +7,7 @@ arena, and whoever has mapped one keeps it.
 
 import errno
 import os
+import platform
 from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Final
 from lmcache_ray.arena.header import OWNER_OFFSET, ArenaHeader, pack_header, pack_owner, unpack_owner
 from lmcache_ray.arena.lock import OWNER_PATIENCE_S, FileLock, lock_existing, lock_new
 from lmcache_ray.arena.mapped import ArenaMap, read_header
+from lmcache_ray.arena.memory_order import warn_if_unordered
 from lmcache_ray.arena.names import arena_path, temporary_path
 from lmcache_ray.arena.process import boot_id, current_owner
 from lmcache_ray.arena.slots import ArenaSlots
@@ -37,6 +39,7 @@ class Arena:
         """Use `create` or `attach`."""
         self._lock = lock
         self._mapped = mapped
+        warn_if_unordered(platform.machine(), mapped.path)
 
     @classmethod
     def create(cls, spec: ArenaSpec, directory: str | Path, *, node_id: str, now: float) -> "Arena":

@@ -18,7 +18,7 @@ from lmcache_ray.shape_spec import parse_kvcache_shape_spec
 from tests.on_ray.conftest import NAMESPACE, StartCluster
 from tests.on_ray.random_driver import CAPACITY, NUM_CHUNKS, NUM_THREADS, ROWS_PER_THREAD, C, RandomDriver, shards_of
 
-NUM_OPERATIONS = int(os.environ.get("LMCACHE_RAY_TEST_OPERATIONS", "1000"))
+NUM_OPERATIONS = int(os.environ.get("RANDOM_OPERATIONS", "1000"))
 _ROOT = Path(__file__).resolve().parents[2]
 _NAME = "small"
 

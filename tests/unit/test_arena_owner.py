@@ -1,6 +1,7 @@
 """Making, taking over, sharing and closing arenas within one process."""
 
 import os
+import platform
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +47,21 @@ def test_a_new_arena_is_reserved_empty_and_the_only_file(tmp_path: Path) -> None
         assert status.st_blocks * 512 >= status.st_size, "a sparse arena kills its users when memory runs out"
         assert arena.spec == SPEC and arena.slots.num_slots == 4 and arena.slots.num_committed == 0
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("machine", "num_warnings"), [("x86_64", 0), ("AMD64", 0), ("aarch64", 1), ("", 1)])
+def test_an_owner_is_warned_where_stores_may_be_seen_out_of_order(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    machine: str,
+    num_warnings: int,
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    with create(tmp_path) as arena:
+        messages = [record.getMessage() for record in caplog.records]
+        assert len(messages) == num_warnings
+        assert all(str(arena.path) in message and f"type {machine}" in message for message in messages)
 
 
 def test_the_header_names_the_owner_and_its_heartbeat(tmp_path: Path) -> None:
