@@ -1,13 +1,17 @@
-"""The commands' arguments: every flag of `python -m cluster`, with what it means and what it is by default."""
+"""The commands' arguments: every flag of `python -m cluster`, what it means, and the configuration they make."""
 
 import argparse
-import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from typing import Final
 
 from lmcache_ray import __version__
+from lmcache_ray.config import COMMAND_LINE, LMCacheEngineConfig, load_config, parse_overrides
+from lmcache_ray.config_sources import KNOWN_KEYS
 from lmcache_ray.errors import ConfigError
 
 from .topology import parse_ranks_per_node
+from .workload import BLOCK_SIZE
 
 _DESCRIPTION = """\
 lmcache_ray: a KV-cache cluster on Ray for serving large language models.
@@ -24,7 +28,9 @@ Each request is looked up, its cached prefix is loaded on every rank, and what i
 
 A trace has one JSON object a line with "hash_ids", one id for each block of 512 tokens (an id stands for the whole
 prefix up to its block), as in the traces that Mooncake publishes. Without a TRACE a multi-turn chat is made from a
-seed. Exit status: 0, or 1 if a byte differed (with --verify) or the run failed, or 2 for wrong arguments.
+seed. The local cluster is configured as any other, by --config, LMCACHE_* variables and flags as --arena-dir DIR, but
+its chunks are a trace's blocks, and it holds --capacity-blocks of them. Exit status: 0, or 1 if a byte differed (with
+--verify) or the run failed, or 2 for wrong arguments.
 
 examples:
   python -m cluster replay --requests 100 --world-size 4 --verify
@@ -33,8 +39,68 @@ examples:
 """
 
 
+_LOCAL_WORLD: Final = {
+    "world_size": 2,
+    "nodes": None,
+    "ranks_per_node": None,
+    "use_mla": False,
+    "policy": None,
+    "capacity_blocks": 0,
+    "kvcache_shape_spec": None,
+}
+"""What `replay` takes for the flags that describe a local cluster, where they are left out."""
+_SHORT_FLAGS: Final = {"name": "cluster_name", "namespace": "cluster_namespace", "policy": "cache_policy"}
+"""Flags that stand for a key of the configuration."""
+_NO_KEYS_OF_A_REPLAY: Final = {
+    "chunk_size": f"a replay's chunks are a trace's blocks, {BLOCK_SIZE} tokens",
+    "capacity_chunks": "a replay's capacity is --capacity-blocks",
+    "max_local_cpu_size": "a replay's capacity is --capacity-blocks",
+    "cluster_name": "a local replay names its cluster itself; --cluster uses a running one",
+}
+
+
+def parse_command_line(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The chosen command is in `command`, configuration given as `--<config-key> VALUE` in `overrides`, as words.
+
+    `-` and `_` in flags are the same. Wrong arguments end the process with status 2 and a message.
+    """
+    words = [_spelled(word) for word in (sys.argv[1:] if argv is None else argv)]
+    arguments, rest = build_parser().parse_known_args(words)
+    if rest:
+        arguments.parser.error(_unknown(rest, arguments))
+    if arguments.command == "replay":
+        _settle_local_world(arguments)
+    return arguments
+
+
+def _settle_local_world(arguments: argparse.Namespace) -> None:
+    given = {name: getattr(arguments, name) for name in _LOCAL_WORLD if getattr(arguments, name) is not None}
+    if arguments.cluster is not None and (given or arguments.overrides):
+        flags = [COMMAND_LINE.spell(name) for name in given] + [word.partition("=")[0] for word in arguments.overrides]
+        arguments.parser.error(f"--cluster uses a running cluster as it is; not together with {', '.join(flags)}")
+    for name, default in _LOCAL_WORLD.items():
+        setattr(arguments, name, given.get(name, default))
+
+
+def read_config(arguments: argparse.Namespace) -> LMCacheEngineConfig:
+    """What file, environment and flags make together. Raises `ConfigError`, also for two flags that disagree."""
+    overrides = parse_overrides(arguments.overrides)
+    for flag, key in _SHORT_FLAGS.items():
+        given = getattr(arguments, flag, None)
+        if given is not None and overrides.setdefault(key, given) != given:
+            raise ConfigError(
+                f"--{flag} {given!r} and {COMMAND_LINE.spell(key)} {overrides[key]!r} are one value and disagree"
+            )
+    refused = [key for key in overrides if arguments.command == "replay" and key in _NO_KEYS_OF_A_REPLAY]
+    if refused:
+        raise ConfigError(f"{COMMAND_LINE.spell(refused[0])}: {_NO_KEYS_OF_A_REPLAY[refused[0]]}")
+    config = load_config(arguments.config)
+    config.update(overrides, COMMAND_LINE)
+    return config
+
+
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line; the chosen command is in `command`."""
+    """The parser of the whole command line."""
     parser = argparse.ArgumentParser(
         prog="python -m cluster", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -45,7 +111,7 @@ def build_parser() -> argparse.ArgumentParser:
     for name, text in (("status", "show how a running cluster stands"), ("down", "end a running cluster")):
         command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         _add_identity(command)
-        _add_json(command)
+        _add_common(command)
     return parser
 
 
@@ -55,31 +121,29 @@ def _add_replay(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help="run a trace or a generated chat workload",
         description=_REPLAY,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    command.add_argument(
-        "trace", nargs="?", type=os.path.abspath, metavar="TRACE", help="JSON-lines file; omit it for a generated chat"
-    )
+    command.add_argument("trace", nargs="?", metavar="TRACE", help="JSON-lines file; omit it for a generated chat")
     command.add_argument("--requests", type=_at_least(1), metavar="N", help="only the first N (chat: 300)")
     command.add_argument("--seed", type=_at_least(0), default=0, metavar="N", help="of the generated chat (0)")
     command.add_argument("--verify", action="store_true", help="compare every retrieved byte on every rank")
     command.add_argument("--window", type=_at_least(1), default=64, metavar="N", help="requests in one batch (64)")
-    world = command.add_argument_group("the local cluster, unless --cluster names a running one")
-    world.add_argument("--cluster", metavar="NAME", help="use the running cluster NAME")
-    world.add_argument("--namespace", default="lmcache_ray", help="its Ray namespace (lmcache_ray)")
-    world.add_argument("--world-size", type=_at_least(1), default=2, metavar="N", help="ranks (2)")
-    world.add_argument("--nodes", type=_at_least(1), default=1, metavar="N", help="simulated nodes (1)")
+    command.add_argument("--cluster", metavar="NAME", help="use the running cluster NAME instead of a local one")
+    command.add_argument("--namespace", help="Ray namespace (cluster_namespace of the configuration)")
+    world = command.add_argument_group("the local cluster")
+    world.add_argument("--world-size", type=_at_least(1), metavar="N", help="ranks (2)")
+    world.add_argument("--nodes", type=_at_least(1), metavar="N", help="simulated nodes (1)")
     world.add_argument("--ranks-per-node", type=_counts, metavar="A,B", help="uneven nodes, as 3,1")
-    world.add_argument("--use-mla", action="store_true", help="one copy of the KV, held by rank 0")
-    world.add_argument("--policy", default="lru", metavar="NAME", help="lru, lfu or fifo (lru)")
-    world.add_argument(
-        "--capacity-blocks", type=_at_least(0), default=0, metavar="N", help="blocks the cache holds; 0: all (0)"
-    )
+    world.add_argument("--use-mla", action="store_true", default=None, help="one copy of the KV, held by rank 0")
+    world.add_argument("--policy", metavar="NAME", help="lru, lfu or fifo (cache_policy of the configuration)")
+    world.add_argument("--capacity-blocks", type=_at_least(0), metavar="N", help="blocks the cache holds; 0: all (0)")
     world.add_argument(
         "--kvcache-shape-spec",
         metavar="SPEC",
         help='one rank\'s layer groups, "(layers,kv,blocks,heads,size):dtype:layers;..." (16 bytes per token)',
     )
-    _add_json(command)
+    _add_config_keys(world)
+    _add_common(command)
 
 
 def _add_up(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -88,30 +152,68 @@ def _add_up(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
         help="start a cluster on the running Ray and leave it there",
         description="Start a detached cluster on the Ray that runs here or that RAY_ADDRESS names. Any option of the "
         "configuration can be given too, as --chunk-size 512.",
+        allow_abbrev=False,
     )
     _add_identity(command)
-    command.add_argument(
-        "--config",
-        type=os.path.abspath,
-        metavar="FILE",
-        help="YAML configuration; LMCACHE_* variables and flags win over it",
-    )
     command.add_argument("--model-name", default="model", help="goes into every chunk key (model)")
     command.add_argument("--world-size", type=_at_least(1), default=2, metavar="N", help="ranks (2)")
     command.add_argument("--ranks-per-node", type=_counts, metavar="A,B", help="ranks on each node, as 3,1")
     command.add_argument("--use-mla", action="store_true", help="one copy of the KV, held by rank 0")
     command.add_argument("--kvcache-shape-spec", metavar="SPEC", help="one rank's layer groups (16 bytes per token)")
     command.add_argument("--num-blocks", type=_at_least(1), metavar="N", help="blocks of each rank's paged KV")
-    _add_json(command)
+    _add_config_keys(command)
+    _add_common(command)
 
 
 def _add_identity(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--name", default="default", help="of the cluster (default)")
-    command.add_argument("--namespace", default="lmcache_ray", help="its Ray namespace (lmcache_ray)")
+    command.add_argument("--name", help="of the cluster (cluster_name of the configuration)")
+    command.add_argument("--namespace", help="its Ray namespace (cluster_namespace of the configuration)")
 
 
-def _add_json(command: argparse.ArgumentParser) -> None:
+def _add_common(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--config", metavar="FILE", help="YAML; LMCACHE_* variables and flags win over it")
     command.add_argument("--json", action="store_true", help="print one JSON object as the last line of stdout")
+    command.set_defaults(parser=command, overrides=[])
+
+
+class _Override(argparse.Action):
+    """Keeps configuration as the words that `parse_overrides` reads."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        word = str(option_string) if values is None else f"{option_string}={values}"
+        namespace.overrides = [*namespace.overrides, word]
+
+
+def _add_config_keys(command: argparse._ActionsContainer) -> None:
+    """Every key is a flag that argparse knows: it would take the value of an unknown one for the TRACE."""
+    shown = {"arena_dir": "directory of the arena files (/dev/shm)"}
+    for key in KNOWN_KEYS:
+        command.add_argument(
+            COMMAND_LINE.spell(key),
+            dest="overrides",
+            action=_Override,
+            nargs=None if key in shown else "?",  # a boolean may stand alone
+            metavar="DIR",
+            help=shown.get(key, argparse.SUPPRESS),
+        )
+
+
+def _unknown(rest: Sequence[str], arguments: argparse.Namespace) -> str:
+    flag = rest[0].partition("=")[0]
+    if flag.startswith("--") and arguments.command in ("replay", "up"):
+        return COMMAND_LINE.unknown(flag.removeprefix("--").replace("-", "_"), vars(arguments))
+    return f"unrecognized arguments: {' '.join(rest)}"
+
+
+def _spelled(word: str) -> str:
+    flag, equals, value = word.partition("=")
+    return f"{flag.replace('_', '-')}{equals}{value}" if word.startswith("--") else word
 
 
 def _at_least(minimum: int) -> Callable[[str], int]:

@@ -1,7 +1,9 @@
 """What the commands of `python -m cluster` do, once their arguments are read."""
 
 import argparse
+import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -10,26 +12,26 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from lmcache_ray.arena.liveness import LivenessFile
-from lmcache_ray.arena.names import arena_path
-from lmcache_ray.config import COMMAND_LINE, LMCacheEngineConfig, load_config, parse_overrides
+from lmcache_ray.config import LMCacheEngineConfig
 from lmcache_ray.errors import ClusterNotFoundError, WorkloadError
 from lmcache_ray.shape_spec import LayerGroupSpec, parse_kvcache_shape_spec
 
 from .chat_workload import chat_workload
+from .cli import read_config
 from .client import CacheCluster
-from .launch import end_remains
+from .launch import end_remains, is_taken
+from .probe import PACKAGE_ROOT
 from .ray_session import join_session, open_session
 from .replay import Advance
 from .replay import replay as run_replay
+from .replay_name import held_name
 from .report import ReplayReport
 from .tables import replay_table, status_table
+from .topology import spread
 from .workload import BLOCK_SIZE, TraceRequest, count_distinct_blocks, parse_trace
 
-_KV_BLOCK = 16
 _MAX_KV_NBYTES = 128 * 2**20
 _DEFAULT_SPECS = {False: "(1,2,512,1,4):float16:1", True: "(1,1,512,1,8):float16:1"}  # 16 bytes per token
-_LOCAL_NAME = "replay"
 _TIMEOUT_S = 180.0
 
 
@@ -44,22 +46,23 @@ class Outcome:
 def replay(arguments: argparse.Namespace) -> Outcome:
     """Run a workload on a running cluster or on a local one made for it."""
     requests = _workload(arguments)
+    config = read_config(arguments)
     if arguments.cluster is not None:
-        with CacheCluster.connect(arguments.cluster, namespace=arguments.namespace) as cluster:
+        with CacheCluster.connect(arguments.cluster, namespace=config.cluster_namespace) as cluster:
             report = _replay_with_progress(cluster, requests, arguments)
     else:
-        report = _replay_locally(requests, arguments)
+        report = _replay_locally(config, requests, arguments)
     if not arguments.json:
         Console().print(replay_table(report))
     return Outcome(report.to_json(), 1 if report.byte_mismatches else 0)
 
 
-def up(arguments: argparse.Namespace, rest: Sequence[str]) -> Outcome:
+def up(arguments: argparse.Namespace) -> Outcome:
     """Start a detached cluster on the running Ray."""
-    config = load_config(arguments.config)
-    config.update(parse_overrides(rest), COMMAND_LINE)
+    config = read_config(arguments)
     groups = _layer_groups(arguments)
-    session = join_session(arguments.namespace)
+    with _in_own_folder():
+        session = join_session(config.cluster_namespace)
     try:
         with CacheCluster.start(
             config,
@@ -67,8 +70,6 @@ def up(arguments: argparse.Namespace, rest: Sequence[str]) -> Outcome:
             layer_groups=groups,
             world_size=arguments.world_size,
             use_mla=arguments.use_mla,
-            name=arguments.name,
-            namespace=arguments.namespace,
             ranks_per_node=arguments.ranks_per_node,
             num_blocks=arguments.num_blocks,
             detached=True,
@@ -81,22 +82,25 @@ def up(arguments: argparse.Namespace, rest: Sequence[str]) -> Outcome:
 
 def status(arguments: argparse.Namespace) -> Outcome:
     """How a running cluster stands; exit status 1 if it is not whole."""
-    with CacheCluster.connect(arguments.name, namespace=arguments.namespace) as cluster:
+    config = read_config(arguments)
+    with CacheCluster.connect(config.cluster_name, namespace=config.cluster_namespace) as cluster:
         return _shown_status(cluster, arguments)
 
 
 def down(arguments: argparse.Namespace) -> Outcome:
     """End a running cluster, whatever is left of it."""
-    session = join_session(arguments.namespace)
+    config = read_config(arguments)
+    name, namespace = config.cluster_name, config.cluster_namespace
+    session = join_session(namespace)
     try:
-        ended = end_remains(arguments.name, arguments.namespace)
+        ended = end_remains(name, namespace)
     finally:
         session.close()
     if not ended:
-        raise ClusterNotFoundError(f"no cache cluster {arguments.name!r} lives in namespace {arguments.namespace!r}")
+        raise ClusterNotFoundError(f"no cache cluster {name!r} lives in namespace {namespace!r}")
     if not arguments.json:
-        print(f"cluster {arguments.name!r} ended: {ended} processes")
-    return Outcome({"name": arguments.name, "namespace": arguments.namespace, "ended_processes": ended})
+        print(f"cluster {name!r} ended: {ended} processes")
+    return Outcome({"name": name, "namespace": namespace, "ended_processes": ended})
 
 
 def _workload(arguments: argparse.Namespace) -> list[TraceRequest]:
@@ -114,62 +118,70 @@ def _workload(arguments: argparse.Namespace) -> list[TraceRequest]:
     return requests
 
 
-def _replay_locally(requests: Sequence[TraceRequest], arguments: argparse.Namespace) -> ReplayReport:
+def _replay_locally(
+    config: LMCacheEngineConfig, requests: Sequence[TraceRequest], arguments: argparse.Namespace
+) -> ReplayReport:
     capacity = arguments.capacity_blocks or max(1, count_distinct_blocks(requests))
-    config = LMCacheEngineConfig(
-        chunk_size=BLOCK_SIZE, block_size=_KV_BLOCK, capacity_chunks=capacity, cache_policy=arguments.policy
-    )
+    config.update({"chunk_size": BLOCK_SIZE, "capacity_chunks": capacity})
     groups = _layer_groups(arguments)
-    num_nodes = len(arguments.ranks_per_node) if arguments.ranks_per_node else arguments.nodes
-    if arguments.nodes not in (1, num_nodes):
-        raise WorkloadError(f"--nodes {arguments.nodes} and --ranks-per-node disagree on the number of nodes")
-    session = open_session(arguments.namespace, num_nodes=num_nodes)
+    num_nodes = arguments.nodes or len(arguments.ranks_per_node or [1])
+    ranks_per_node = spread(arguments.world_size, num_nodes, arguments.ranks_per_node)
+    namespace = config.cluster_namespace
+    with _in_own_folder():
+        session = open_session(namespace, num_nodes=num_nodes)
     try:
-        with CacheCluster.start(
-            config,
-            model_name="replay",
-            layer_groups=groups,
-            world_size=arguments.world_size,
-            use_mla=arguments.use_mla,
-            name=_free_name(config.arena_dir, arguments.namespace),
-            namespace=arguments.namespace,
-            ranks_per_node=arguments.ranks_per_node,
-            kv_source="cluster.replay_rank:zeroed_kv",
-            num_blocks=_num_blocks(requests, groups, arguments.window),
-            timeout_s=_TIMEOUT_S,
-        ) as cluster:
+        with (
+            held_name(
+                config.arena_dir,
+                namespace,
+                restart_window_s=config.restart_window_s,
+                now=time.time(),
+                is_taken=lambda name: is_taken(name, namespace),
+            ) as name,
+            CacheCluster.start(
+                config,
+                model_name="replay",
+                layer_groups=groups,
+                world_size=arguments.world_size,
+                use_mla=arguments.use_mla,
+                name=name,
+                ranks_per_node=ranks_per_node,
+                kv_source="cluster.replay_rank:zeroed_kv",
+                num_blocks=_num_blocks(requests, groups, arguments.window, config.block_size),
+                timeout_s=_TIMEOUT_S,
+            ) as cluster,
+        ):
             return _replay_with_progress(cluster, requests, arguments)
     finally:
         session.close()
+
+
+@contextmanager
+def _in_own_folder() -> Iterator[None]:
+    """Around a connection to Ray whose workers have to import this package.
+
+    Ray puts the folder in which it is connected to first on the path of its workers, where a package `cluster` of
+    somebody else would win over this one, even over the installed one.
+    """
+    callers = Path.cwd()
+    os.chdir(PACKAGE_ROOT)
+    try:
+        yield
+    finally:
+        os.chdir(callers)
 
 
 def _layer_groups(arguments: argparse.Namespace) -> list[LayerGroupSpec]:
     return parse_kvcache_shape_spec(arguments.kvcache_shape_spec or _DEFAULT_SPECS[arguments.use_mla])
 
 
-def _num_blocks(requests: Sequence[TraceRequest], groups: Sequence[LayerGroupSpec], window: int) -> int:
+def _num_blocks(
+    requests: Sequence[TraceRequest], groups: Sequence[LayerGroupSpec], window: int, block_size: int
+) -> int:
     """KV blocks for a window of the longest prompts, but for no more than `_MAX_KV_NBYTES` beyond one prompt."""
     longest = max(len(request.hash_ids) for request in requests) * BLOCK_SIZE
-    token_nbytes = sum(_elements_per_token(group) * group.dtype.itemsize for group in groups)
-    wanted = min(longest * window, _MAX_KV_NBYTES // token_nbytes)
-    return -(-max(longest, wanted, _KV_BLOCK) // _KV_BLOCK)
-
-
-def _elements_per_token(group: LayerGroupSpec) -> int:
-    if len(group.shape) == 3:  # MLA: (layers, blocks, size)
-        return group.shape[0] * group.shape[2]
-    layers, kv_size, _, heads, head_size = group.shape
-    return layers * kv_size * heads * head_size
-
-
-def _free_name(arena_dir: str, namespace: str) -> str:
-    """A fixed name, so that a run sweeps what a killed one left; numbered while other runs are at work."""
-    number = 1
-    while True:
-        name = _LOCAL_NAME if number == 1 else f"{_LOCAL_NAME}-{number}"
-        if not LivenessFile.is_alive(arena_path(arena_dir, namespace, name, 0)):
-            return name
-        number += 1
+    wanted = min(longest * window, _MAX_KV_NBYTES // sum(group.token_nbytes for group in groups))
+    return -(-max(longest, wanted) // block_size)
 
 
 def _replay_with_progress(

@@ -84,6 +84,11 @@ def find(name: str, namespace: str) -> Actor | None:
     return coordinator
 
 
+def is_taken(name: str, namespace: str) -> bool:
+    """True while a cluster of that name lives, is being made, or is not ended yet."""
+    return bool(_living_actors(name, namespace))
+
+
 def take_down(actors: ClusterActors) -> None:
     """Stop every rank (which removes its arena) and end all processes. What is dead already is passed over."""
     _end([*actors.workers, actors.coordinator])

@@ -5,15 +5,17 @@ from pathlib import Path
 import pytest
 
 from cluster.__main__ import main
-from cluster.cli import build_parser
+from cluster.cli import parse_command_line, read_config
 
 
 def test_replay_has_a_default_for_everything() -> None:
-    arguments = build_parser().parse_args(["replay"])
+    arguments = parse_command_line(["replay"])
     assert (arguments.command, arguments.trace, arguments.cluster) == ("replay", None, None)
     assert (arguments.requests, arguments.seed, arguments.window, arguments.verify) == (None, 0, 64, False)
-    assert (arguments.world_size, arguments.nodes, arguments.ranks_per_node, arguments.use_mla) == (2, 1, None, False)
-    assert (arguments.policy, arguments.capacity_blocks, arguments.json) == ("lru", 0, False)
+    assert (arguments.world_size, arguments.nodes, arguments.ranks_per_node) == (2, None, None)
+    assert (arguments.use_mla, arguments.kvcache_shape_spec) == (False, None)
+    assert (arguments.policy, arguments.capacity_blocks, arguments.json) == (None, 0, False)
+    assert (arguments.namespace, arguments.config, arguments.overrides) == (None, None, [])
 
 
 def test_replay_takes_all_it_promises() -> None:
@@ -21,8 +23,8 @@ def test_replay_takes_all_it_promises() -> None:
         "replay t.jsonl --requests 500 --world-size 4 --nodes 2 --ranks-per-node 3,1 --use-mla --policy lfu "
         "--capacity-blocks 10 --window 8 --verify --json --kvcache-shape-spec (1,2,4,1,4):float16:1 --seed 3"
     )
-    arguments = build_parser().parse_args(line.split())
-    assert Path(arguments.trace).name == "t.jsonl"
+    arguments = parse_command_line(line.split())
+    assert arguments.trace == "t.jsonl"
     assert (arguments.requests, arguments.world_size, arguments.nodes) == (500, 4, 2)
     assert (arguments.ranks_per_node, arguments.use_mla, arguments.policy) == ((3, 1), True, "lfu")
     assert (arguments.capacity_blocks, arguments.window, arguments.seed) == (10, 8, 3)
@@ -31,11 +33,81 @@ def test_replay_takes_all_it_promises() -> None:
 
 
 @pytest.mark.parametrize("command", ["up", "status", "down"])
-def test_a_cluster_is_named_by_name_and_namespace(command: str) -> None:
-    arguments = build_parser().parse_args([command])
-    assert (arguments.name, arguments.namespace, arguments.json) == ("default", "lmcache_ray", False)
-    arguments = build_parser().parse_args([command, "--name", "a", "--namespace", "b", "--json"])
-    assert (arguments.name, arguments.namespace, arguments.json) == ("a", "b", True)
+def test_the_configuration_names_a_cluster_unless_flags_do(command: str) -> None:
+    arguments = parse_command_line([command])
+    assert (arguments.name, arguments.namespace, arguments.config, arguments.json) == (None, None, None, False)
+    arguments = parse_command_line([command, "--name", "a", "--namespace", "b", "--config", "c.yaml", "--json"])
+    assert (arguments.name, arguments.namespace, arguments.config, arguments.json) == ("a", "b", "c.yaml", True)
+
+
+@pytest.mark.parametrize("command", ["up", "replay"])
+def test_every_key_of_the_configuration_is_a_flag(command: str) -> None:
+    line = [command, "--arena-dir", "/a b", "--call_timeout-s=7", "--save-unfull-chunk", "--json"]
+    assert parse_command_line(line).overrides == ["--arena-dir=/a b", "--call-timeout-s=7", "--save-unfull-chunk"]
+
+
+def test_the_value_of_a_configuration_flag_is_not_the_trace() -> None:
+    arguments = parse_command_line(["replay", "--arena_dir", "/dev/shm/x", "t_1.jsonl", "--world_size", "3"])
+    assert (arguments.trace, arguments.overrides) == ("t_1.jsonl", ["--arena-dir=/dev/shm/x"])
+    assert arguments.world_size == 3
+
+
+@pytest.mark.parametrize("command", ["up", "status", "down", "replay"])
+def test_a_cluster_is_the_one_that_file_environment_and_flags_name(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def named(*flags: str) -> tuple[str, str]:
+        config = read_config(parse_command_line([command, *flags]))
+        return config.cluster_name, config.cluster_namespace
+
+    file = tmp_path / "cluster.yaml"
+    file.write_text("cluster_name: of-file\ncluster_namespace: space-of-file\n")
+    assert named() == ("default", "lmcache_ray")
+    assert named("--config", str(file)) == ("of-file", "space-of-file")
+    monkeypatch.setenv("LMCACHE_CLUSTER_NAME", "of-environment")
+    assert named("--config", str(file)) == ("of-environment", "space-of-file")
+    assert named("--config", str(file), "--namespace", "of-flag") == ("of-environment", "of-flag")
+    if command != "replay":
+        assert named("--config", str(file), "--name", "of-flag") == ("of-flag", "space-of-file")
+
+
+def test_the_file_that_the_environment_names_is_looked_up_where_the_caller_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.yaml").write_text("cluster_name: mine\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LMCACHE_CONFIG_FILE", "mine.yaml")
+    assert read_config(parse_command_line(["status"])).cluster_name == "mine"
+
+
+def test_short_and_long_flags_that_agree_are_fine() -> None:
+    line = "up --name a --cluster-name a --cluster-namespace b"
+    config = read_config(parse_command_line(line.split()))
+    assert (config.cluster_name, config.cluster_namespace) == ("a", "b")
+    assert read_config(parse_command_line(["replay", "--policy", "lfu"])).cache_policy == "LFU"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "--world-size 2",
+        "--nodes 1",
+        "--ranks-per-node 2",
+        "--use-mla",
+        "--policy lru",
+        "--capacity-blocks 0",
+        "--kvcache-shape-spec (1,2,4,1,4):float16:1",
+        "--arena-dir /dev/shm",
+    ],
+)
+def test_flags_of_a_local_cluster_are_refused_beside_a_running_one(
+    given: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where they say what would be taken if they were left out."""
+    with pytest.raises(SystemExit) as caught:
+        parse_command_line(["replay", "--cluster", "prod", *given.split()])
+    assert caught.value.code == 2
+    assert f"as it is; not together with {given.split()[0]}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -49,6 +121,10 @@ def test_a_cluster_is_named_by_name_and_namespace(command: str) -> None:
         ("replay --capacity-blocks 1.5", "'1.5' is not a whole number of at least 0"),
         ("replay --ranks-per-node 3;1", "ranks_per_node '3;1' is not a list of rank counts"),
         ("replay a b", "unrecognized arguments: b"),
+        ("replay --worldsize 4", "--worldsize) is not a configuration key; the nearest is --world-size"),
+        ("up --chunk-sise 4", "the nearest is --chunk-size"),
+        ("up --arena /x", "the nearest is --arena-dir"),
+        ("up x", "unrecognized arguments: x"),
         ("status --chunk-size 4", "unrecognized arguments: --chunk-size 4"),
         ("up --num-blocks 0", "'0' is not a whole number of at least 1"),
     ],
@@ -76,3 +152,24 @@ def test_help_of_replay_explains_trace_and_exit_status(capsys: pytest.CaptureFix
     said = capsys.readouterr().out
     for named in ("hash_ids", "Exit status", "--verify", "examples:"):
         assert named in said
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("up --name a --cluster-name b", "--name 'a' and --cluster-name 'b' are one value and disagree"),
+        ("up --namespace a --cluster-namespace b", "--namespace 'a' and --cluster-namespace 'b'"),
+        ("replay --policy lru --cache-policy LFU", "--policy 'lru' and --cache-policy 'LFU'"),
+        ("replay --policy best", "cache_policy = 'best' (command line --cache-policy)"),
+        ("replay --chunk-size 256", "--chunk-size: a replay's chunks are a trace's blocks, 512 tokens"),
+        ("replay --capacity-chunks 256", "--capacity-chunks: a replay's capacity is --capacity-blocks"),
+        ("replay --max-local-cpu-size 2", "--max-local-cpu-size: a replay's capacity is --capacity-blocks"),
+        ("replay --cluster-name mine", "--cluster-name: a local replay names its cluster itself"),
+        ("status --config no-such.yaml", "no-such.yaml cannot be read"),
+    ],
+)
+def test_a_configuration_that_cannot_be_meant_is_named(
+    line: str, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(line.split()) == 2
+    assert named in capsys.readouterr().err
