@@ -124,7 +124,7 @@ def test_a_payload_serves_the_tasks_that_name_their_part_of_it(make_rank: MakeRa
 def test_chunks_given_as_bytes_are_kept_like_stored_ones(make_rank: MakeRank) -> None:
     rank = make_rank()
     data = np.random.default_rng(0).integers(0, 256, (2, rank.layout.slot_nbytes), dtype=np.uint8)
-    assert rank.take_in(refs(4, 5), data, [C, C]) == b"\x01\x01"
+    assert rank.take_in(refs(4, 5), [C, C], data) == b"\x01\x01"
     assert np.array_equal(rank.export(refs(4, 5)).data, data)
 
 
@@ -143,7 +143,7 @@ def test_freed_and_settled_chunks_are_gone(make_rank: MakeRank) -> None:
     rank = make_rank()
     rank.step([], [StoreTask(refs(0, 1), rows(0, 4))], None)
     rank.free_slots(refs(0))
-    assert rank.settle(refs(1))
+    assert rank.settle(refs(1)) == b"\x01"
     assert rank.export(refs(0, 1)).present == b"\x00\x00"
     assert rank.step([], [StoreTask(refs(0, 1, generation=2), rows(0, 4))], None).stored == [b"\x01\x01"]
 
