@@ -101,11 +101,6 @@ class Exchange:
         with self._changed:
             return self._log.session_fault
 
-    def new_session(self) -> None:
-        """Let all ranks count their untagged calls from 0 again."""
-        with self._change():
-            self._renew()
-
     def rank_lost(self, rank: int) -> None:
         """A rank has ended: what it has not published is aborted, nothing is kept for it."""
         with self._change() as now:

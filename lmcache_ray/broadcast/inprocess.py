@@ -42,10 +42,6 @@ class InProcessGroup:
         """Why untagged calls are aborted; empty while they work."""
         return self._exchange.session_fault
 
-    def new_session(self) -> None:
-        """Let all ranks count their untagged calls from 0 again."""
-        self._exchange.new_session()
-
     def rank_lost(self, rank: int) -> None:
         """Rank's thread has ended: what it has not published is aborted, nothing is kept for it."""
         check_rank("rank", rank, len(self._broadcasters))
