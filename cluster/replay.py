@@ -7,8 +7,8 @@ replay one by one.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from lmcache_ray.errors import ClusterError, WorkloadError
@@ -135,7 +135,7 @@ class _Replay:
             if layout.placement is Placement.PER_RANK:
                 calls[rank] = worker.call.remote(_RUN_WINDOW, window)
             elif link.hellos[rank].node_id == link.hellos[0].node_id or not len(window.loads):
-                calls[rank] = worker.call.remote(_RUN_WINDOW, _reading(window, link.hellos[0].arena_path))
+                calls[rank] = worker.call.remote(_RUN_WINDOW, replace(window, arena_path=link.hellos[0].arena_path))
             else:
                 payload = link.workers[0].export.remote(window.loads) if payload is None else payload
                 calls[rank] = worker.call.remote(_RUN_WINDOW, window, payload)
@@ -164,16 +164,16 @@ class _Replay:
         pinned = [lease for lease, (load, _) in zip(leases, plans, strict=False) if len(load.refs)]
         if done or pinned:
             self._link.coordinator.complete(done, pinned)
-        self._count_results(list(results.values()), plans)
+        self._count_results(results, plans)
 
     def _count_results(
-        self, results: Sequence[ReplayResult], plans: Sequence[tuple[PlannedLoad, PlannedStore]]
+        self, of_ranks: Mapping[int, ReplayResult], plans: Sequence[tuple[PlannedLoad, PlannedStore]]
     ) -> None:
-        totals = self.totals
+        totals, results = self.totals, of_ranks.values()
         totals.verified_bytes += sum(result.verified_bytes for result in results)
         totals.byte_mismatches += sum(result.byte_mismatches for result in results)
-        if any(0 in result.loaded or 0 in result.stored for result in results):
-            raise ClusterError("a rank did not load or store a chunk that was planned; see the cluster's status")
+        for rank, result in of_ranks.items():
+            _check_complete(rank, result)
         for at, (load, store) in enumerate(plans):
             if len(load.refs):
                 totals.latencies.retrieve.append(max(result.load_s[at] for result in results))
@@ -218,17 +218,18 @@ def _joined(parts: Sequence[PackedRefs]) -> PackedRefs:
     )
 
 
-def _reading(window: ReplayWindow, arena_path: str | None) -> ReplayWindow:
-    return ReplayWindow(
-        window.loads,
-        window.load_rows,
-        window.load_counts,
-        window.stores,
-        window.store_rows,
-        window.store_counts,
-        window.verify,
-        arena_path,
-    )
+def _check_complete(rank: int, result: ReplayResult) -> None:
+    """A run in which a planned chunk was left out is not the run that was asked for."""
+    left_out = [
+        f"{flags.count(0)} of {len(flags)} chunks that it was to {verb}"
+        for verb, flags in (("load", result.loaded), ("store", result.stored))
+        if 0 in flags
+    ]
+    if left_out:
+        raise ClusterError(
+            f"rank {rank} left out {' and '.join(left_out)}: another driver has cleared them, or their leases ended "
+            "(lease_timeout_s) before the rank came to them; replay on a cluster that nobody clears"
+        )
 
 
 def _check_fit(link: ClusterLink, requests: Sequence[TraceRequest], window: int) -> None:
