@@ -1,6 +1,6 @@
 """The slot protocol: how the bytes of one chunk get into a slot, and how a reader knows that they are still there.
 
-Every process that maps an arena (owner, clients, readers) follows it through a `ArenaSlots`. A slot has
+Every process that maps an arena (owner, clients, readers) follows it through an `ArenaSlots`. A slot has
 
 - a *word*, one aligned 64-bit value ``generation << 2 | state``, stored and loaded as a whole. The code touches it
   only through a ``memoryview`` of format ``Q`` or a NumPy uint64 array: both move 8 bytes at once, whereas `struct`
