@@ -12,14 +12,12 @@ from typing import Final
 
 import numpy as np
 import ray
-import torch
 from ray import cloudpickle
 from ray.exceptions import RayError
 
-from lmcache_ray.broadcast.base import check_rank
 from lmcache_ray.broadcast.exchange import described
+from lmcache_ray.broadcast.send_receive import SendReceiveBroadcaster
 from lmcache_ray.broadcast.tags import Aborted, Payload, Tag
-from lmcache_ray.broadcast.tensors import TensorSpec, fill, specs_of
 from lmcache_ray.errors import ArenaError, BroadcastAborted, BroadcastError, ClusterError
 from lmcache_ray.first_rank import FIRST_RANK, ReceivedLoad, SharedLoad
 from lmcache_ray.shard import ArenaSource, ChunkSource, PayloadSource, export_chunks
@@ -33,71 +31,22 @@ from .ray_calls import Ref
 _POLL_S: Final = 1.0  # a waiting rank holds one of the coordinator's threads at most this long at a time
 
 
-@dataclass(frozen=True, slots=True)
-class _Tensors:
-    """Tensors on their way, as bytes: torch cannot pickle those of every dtype (float8).
-
-    A type of its own, so that a rank which expects an object notices.
-    """
-
-    specs: tuple[TensorSpec, ...]
-    contents: tuple[bytes, ...]
-
-    @staticmethod
-    def pack(tensors: Sequence[torch.Tensor]) -> "_Tensors":
-        """A copy of all bytes."""
-        flat = [tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
-        return _Tensors(specs_of(tensors), tuple(content.numpy().tobytes() for content in flat))
-
-    def unpack(self) -> list[torch.Tensor]:
-        """The tensors again."""
-        flat = [torch.from_numpy(np.frombuffer(content, dtype=np.uint8).copy()) for content in self.contents]
-        return [
-            content.view(spec.dtype).reshape(spec.shape) for content, spec in zip(flat, self.specs, strict=True)
-        ]
-
-
-class CoordinatorBroadcaster:
-    """One rank's end of the broadcasts that a coordinator keeps; see `Broadcaster` for the contract."""
+class CoordinatorBroadcaster(SendReceiveBroadcaster):
+    """One rank's end of the broadcasts that a coordinator keeps, which carries them: small tensors only."""
 
     def __init__(self, rank: int, world_size: int, coordinator: CoordinatorClient, *, timeout_s: float) -> None:
-        check_rank("rank", rank, world_size)
-        self._rank = rank
-        self._world_size = world_size
+        super().__init__(rank, world_size)
         self._coordinator = coordinator
         self._timeout_s = timeout_s
 
-    @property
-    def rank(self) -> int:
-        """This end's rank."""
-        return self._rank
+    def send_message(self, message: object, *, tag: str | None) -> None:
+        """See `SendReceiveBroadcaster.send_message`; the message is pickled."""
+        self.send(message, tag=tag)
 
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self._world_size
-
-    def broadcast_object(self, obj: object, *, src: int, tag: str | None = None) -> object:
-        """`obj` of rank `src`; it is pickled on its way."""
-        check_rank("src", src, self._world_size)
-        if self._rank == src:
-            self.send(obj, tag=tag)
-            return obj
-        received, _ = self.receive(src, tag=tag)
-        if isinstance(received, _Tensors):
-            raise self._out_of_step(f"rank {src} sent tensors where rank {self._rank} expected an object", tag)
-        return received
-
-    def broadcast_tensors(self, tensors: Sequence[torch.Tensor], *, src: int, tag: str | None = None) -> None:
-        """Copies the tensors of rank `src` into those of the others. For small ones: the coordinator carries them."""
-        check_rank("src", src, self._world_size)
-        if self._rank == src:
-            self.send(_Tensors.pack(tensors), tag=tag)
-            return
-        received, _ = self.receive(src, tag=tag)
-        if not isinstance(received, _Tensors):
-            raise self._out_of_step(f"rank {src} sent an object where rank {self._rank} expected tensors", tag)
-        fill(tensors, received.unpack(), src=src)
+    def receive_message(self, src: int, *, tag: str | None) -> object:
+        """See `SendReceiveBroadcaster.receive_message`."""
+        message, _ = self.receive(src, tag=tag)
+        return message
 
     def abort(self, reason: str, *, tag: str | None = None) -> None:
         """Receivers of this rank's next untagged call, or of `tag`, raise `BroadcastAborted` with the reason."""
@@ -135,11 +84,6 @@ class CoordinatorBroadcaster:
             if time.monotonic() >= deadline:
                 with _possible():
                     raise self._coordinator.give_up_broadcast(self._rank, taking)
-
-    def _out_of_step(self, reason: str, tag: str | None) -> BroadcastAborted:
-        if tag is None:
-            self.break_session(reason)
-        return BroadcastAborted(reason)
 
 
 @contextmanager

@@ -164,16 +164,14 @@ class Coordinator:
         """Pin what each prompt can load, and say where it lies."""
         if not self._membership.can_serve():
             return [PlannedLoad(item.start, _NO_REFS) for item in items]
-        planned = [
-            self._service.prepare_load(
-                unpack_keys(item.keys), client=client, start=item.start, lease_ids=item.lease_ids
+        return [
+            _packed_load(
+                self._service.prepare_load(
+                    unpack_keys(item.keys), client=client, start=item.start, lease_ids=item.lease_ids
+                )
             )
             for item in items
         ]
-        lost = [rank for rank in range(self._world.layout.world_size) if not self._membership.is_alive(rank)]
-        shared = [item.lease_ids for item in items if len(item.lease_ids) > 1]
-        self._service.release([lease_ids[rank] for lease_ids in shared for rank in lost])  # nobody will come for them
-        return [_packed_load(plan) for plan in planned]
 
     @ray.method(concurrency_group="index")
     def prepare_stores(self, client: str, items: Sequence[StoreItem], direct: bool = False) -> list[PlannedStore]:

@@ -10,7 +10,7 @@ from typing import Final
 
 from lmcache_ray.broadcast.exchange import Exchange
 from lmcache_ray.index.plans import ChunkRef
-from lmcache_ray.index_service import IndexService, rank_client
+from lmcache_ray.index_service import IndexService
 
 from .clients import Clients
 from .membership import Membership
@@ -66,7 +66,7 @@ class Housekeeping:
         for rank, reason in ended:
             if self._membership.lost(rank, reason):
                 self._exchange.rank_lost(rank)
-                self._service.drop_client(rank_client(rank))
+                self._service.rank_lost(rank)
 
     def _make_round(self) -> None:
         self._stopping.wait(_ROUND_S)

@@ -4,6 +4,7 @@
 loaded are poisoned first, so that a copy that never happened shows as well as a wrong one.
 """
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ from .rank_start import RankContext
 
 POISON: Final = 0xA5
 _ChunkRows = list[np.ndarray]
+_KV_ROWS: Final = threading.Lock()
+"""Held for a window: the windows of all drivers that replay on this process's one rank use the same KV rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +66,11 @@ def run_window(context: RankContext, window: ReplayWindow, payload: Payload | No
     replay = _RankReplay(rank, window.verify)
     loads, load_rows = window.loads.unpack(), replay.rows_of(window.load_rows)
     stores, store_rows = window.stores.unpack(), replay.rows_of(window.store_rows)
-    for part in _parts(window.load_counts):
-        replay.load(_source(rank, window, payload, part), loads[part], load_rows[part])
-    for part in _parts(window.store_counts):
-        replay.store(stores[part], store_rows[part])
+    with _KV_ROWS:
+        for part in _parts(window.load_counts):
+            replay.load(_source(rank, window, payload, part), loads[part], load_rows[part])
+        for part in _parts(window.store_counts):
+            replay.store(stores[part], store_rows[part])
     return replay.result()
 
 

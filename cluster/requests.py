@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Request:
     """One item of a batch. store and retrieve need `slot_mapping`, put needs `shards`; `start` is for put and get.
 
-    `req_id` names the request whose pinned lookup a retrieve belongs to.
+    `req_id` is carried for the caller: a retrieve pins what it reads by itself, with or without an earlier lookup.
     """
 
     tokens: TokenSequence
