@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import ray
+from ray.exceptions import RayActorError
 
 from cluster.broadcaster import CoordinatorBroadcaster
 from cluster.coordinator import Coordinator, concurrency_groups
@@ -89,6 +90,9 @@ class TestCoordinatorBroadcaster(ManyRankSuite, TagSuite):
         ends[0].broadcast_object("there", src=0)
         assert ends[1].broadcast_object(None, src=0) == "there"
         ray.kill(actor)
+        with pytest.raises(RayActorError):  # Ray kills in the background
+            while True:
+                ray.get(actor.ping.remote(), timeout=30)
         for end in ends:
             with pytest.raises(BroadcastError, match="coordinator"):
                 end.broadcast_object(None, src=0)
