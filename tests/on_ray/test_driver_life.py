@@ -167,6 +167,60 @@ def test_a_detached_cluster_is_used_and_ended_by_other_processes(
     assert f"no cache cluster 'kept' lives in namespace '{NAMESPACE}'" in capsys.readouterr().err
 
 
+def test_replays_begun_together_have_names_of_their_own_and_the_next_one_sweeps_for_a_killed_one(
+    arena_dir: Path, joining: dict[str, str]
+) -> None:
+    line = ["replay", "--namespace", NAMESPACE, "--arena-dir", str(arena_dir), "--world-size", "1", "--json"]
+    long = [*line, "--requests", "200000", "--window", "1", "--capacity-blocks", "50"]
+    replays = [
+        subprocess.Popen([sys.executable, "-m", "cluster", *long], cwd=_ROOT, env=joining, stdout=subprocess.DEVNULL)
+        for _ in range(2)
+    ]
+    names = {"lmcache_ray:replay:rank0", "lmcache_ray:replay-2:rank0"}
+    try:
+        wait_until(lambda: names <= set(living_actors()), "both have a cluster", _PATIENCE_S)
+        wait_until(lambda: len(list(arena_dir.glob("*.arena"))) == 2, "both have an arena", _PATIENCE_S)
+        replays[0].kill()
+        wait_until(lambda: not names <= set(living_actors()), "the killed one's rank is gone")
+        replays[1].send_signal(signal.SIGINT)
+        replays[1].wait(_PATIENCE_S)
+    finally:
+        for process in replays:
+            process.kill()
+            process.wait()
+    assert list(arena_dir.glob("*.arena")) != []  # of the killed one, whichever of the names it had
+    wait_until(lambda: living_actors() == [], "both clusters are gone")
+    report = _command(joining, *line, "--requests", "20", "--verify")
+    assert (report["requests"], report["byte_mismatches"]) == (20, 0)
+    assert os.listdir(arena_dir) == []
+
+
+def test_the_configuration_names_the_cluster_where_the_command_is_given(
+    arena_dir: Path, joining: dict[str, str], tmp_path: Path
+) -> None:
+    """A file that is named relative to the caller's folder, in which a package `cluster` of somebody else lies."""
+    (tmp_path / "cluster").mkdir()
+    (tmp_path / "cluster" / "__init__.py").write_text("SOMETHING = 'else'\n")
+    (tmp_path / "mine.yaml").write_text(
+        f"cluster_name: by-file\ncluster_namespace: {NAMESPACE}\narena_dir: {arena_dir}\ncapacity_chunks: 4\n"
+    )
+    environment = {**joining, "LMCACHE_CONFIG_FILE": "mine.yaml"}
+    command = f"import sys; sys.path[0] = {str(_ROOT)!r}; from cluster.__main__ import main; sys.exit(main())"
+
+    def answer(*arguments: str) -> dict[str, Any]:
+        done = subprocess.run(
+            [sys.executable, "-c", command, *arguments, "--json"],
+            cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=_PATIENCE_S,
+        )
+        assert done.returncode == 0, done.stderr
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return found
+
+    assert answer("up", "--world-size", "1")["name"] == "by-file"
+    assert answer("status")["namespace"] == NAMESPACE
+    assert answer("down")["name"] == "by-file"
+
+
 def _command(environment: dict[str, str], *arguments: str) -> dict[str, Any]:
     """What `python -m cluster` answers in a process of its own."""
     command = [sys.executable, "-m", "cluster", *arguments]
