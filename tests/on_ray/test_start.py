@@ -29,7 +29,7 @@ from lmcache_ray.errors import (
 )
 from lmcache_ray.shape_spec import parse_kvcache_shape_spec
 from tests.on_ray import rank_functions
-from tests.on_ray.conftest import NAMESPACE, StartCluster, living_actors
+from tests.on_ray.conftest import NAMESPACE, StartCluster, living_actors, make_config
 
 ROOT = Path(__file__).resolve().parents[2]
 GROUPS = parse_kvcache_shape_spec("(2,2,16,1,4):float16:2")
@@ -185,11 +185,10 @@ def test_arenas_that_cannot_fit_are_refused_with_all_sizes(start_cluster: StartC
     assert "node " in str(caught.value)
 
 
-def test_a_directory_that_a_node_does_not_have_is_named_with_the_node(
-    start_cluster: StartCluster, traces: None
-) -> None:
+def test_a_directory_that_a_node_does_not_have_is_named_with_the_node(ray_nodes: list[str], traces: None) -> None:
+    config = make_config(Path("/dev/shm/no-such"))
     with pytest.raises(ArenaError, match=r"node \w+ cannot sweep arena directory /dev/shm/no-such"):
-        start_cluster({"arena_dir": "/dev/shm/no-such"}, layer_groups=GROUPS)
+        CacheCluster.start(config, model_name="m", layer_groups=GROUPS, name="nowhere", namespace=NAMESPACE)
 
 
 def test_a_chunk_larger_than_the_arena_is_refused_with_both_sizes(start_cluster: StartCluster, traces: None) -> None:
