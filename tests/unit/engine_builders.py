@@ -51,6 +51,12 @@ class World:
         assert masks[0].dtype == torch.bool and len(masks[0]) == len(tokens)
         return masks[0].nonzero().flatten().tolist()
 
+    def let_pass(self, seconds: float) -> None:
+        """Set the clock of the index forward."""
+        service = self.engines[0]._parts.index._service  # type: ignore[attr-defined]
+        clock = service._clock
+        service._clock = lambda: clock() + seconds
+
     @contextmanager
     def index_at_rest(self) -> Iterator[CacheIndex]:
         """The one index, which nobody changes meanwhile; overdue leases and plans are ended."""

@@ -1,7 +1,6 @@
 """Stores where every rank calls its own engine: a chunk is READY only when the last rank has committed it."""
 
 import random
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -106,7 +105,7 @@ def with_failing_copy(world: World, rank: int, fail_at: int) -> LMCacheEngine:
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_a_rank_that_fails_to_copy_takes_the_chunks_back_for_all(tmp_path: Path, failing: int, fail_at: int) -> None:
     rows = random_rows(12)
-    with make_world(tmp_path, 3, capacity_chunks=6, call_timeout_s=0.05) as world:
+    with make_world(tmp_path, 3, capacity_chunks=6, call_timeout_s=30) as world:
         broken = with_failing_copy(world, failing, fail_at)
         for rank in range(3):
             if rank == failing:
@@ -116,7 +115,7 @@ def test_a_rank_that_fails_to_copy_takes_the_chunks_back_for_all(tmp_path: Path,
                 store_on(world, rank, TOKENS, rows)
             world.index().check_integrity()
             assert world.engines[rank].lookup(TOKENS) == 0
-        time.sleep(0.06)  # ranks that came after the failure have opened the chunks anew, and wait in vain
+        world.let_pass(31)  # ranks that came after the failure have opened the chunks anew, and wait in vain
         world.check_idle()
         assert world.index().counts().free == 6, "no slot leaks"
         assert world.store(TOKENS, rows) == 12
@@ -147,10 +146,10 @@ def test_a_failed_read_ends_its_lease(tmp_path: Path) -> None:
 
 def test_a_rank_that_never_comes_holds_no_slot_for_long(tmp_path: Path) -> None:
     rows = random_rows(12)
-    with make_world(tmp_path, 2, capacity_chunks=3, call_timeout_s=0.05) as world:
+    with make_world(tmp_path, 2, capacity_chunks=3, call_timeout_s=30) as world:
         assert store_on(world, 0, TOKENS, rows) == 0
         assert world.index().counts().writing == 3
-        time.sleep(0.06)
+        world.let_pass(31)
         assert world.index().counts().free == 3
         assert store_on(world, 1, TOKENS, rows) == 0, "the late rank opens the chunks anew"
         assert store_on(world, 0, TOKENS, rows) == 12
