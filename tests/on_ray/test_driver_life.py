@@ -23,6 +23,10 @@ _PATIENCE_S = 60.0  # until something is reported as never happening, on a machi
 _SOON_S = 15.0
 
 
+TERMINATED = (128 + signal.SIGTERM, 1)
+"""Ends in order after SIGTERM. Where the signal meets one of Ray's own waits, Ray makes the exit status 1."""
+
+
 class Driver:
     """The driver program in a process of its own."""
 
@@ -96,14 +100,14 @@ def _words(path: Path) -> list[str]:
         return []
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "statuses"), [(signal.SIGINT, (-signal.SIGINT,)), (signal.SIGTERM, TERMINATED)])
 def test_a_signal_in_the_middle_of_calls_leaves_nothing(
-    number: signal.Signals, status: int, arena_dir: Path, joining: dict[str, str]
+    number: signal.Signals, statuses: tuple[int, ...], arena_dir: Path, joining: dict[str, str]
 ) -> None:
     with running(Driver(arena_dir, f"ended-by-{number.name}", joining)) as driver:
         pids = json.loads(driver.until("["))
         driver.until("calling")
-        assert driver.end(number) == status
+        assert driver.end(number) in statuses
     assert os.listdir(arena_dir) == []
     wait_until(lambda: all(map(is_gone, pids)), "coordinator and ranks are gone")
 
@@ -112,7 +116,7 @@ def test_sigterm_during_the_start_leaves_nothing(arena_dir: Path, joining: dict[
     with running(Driver(arena_dir, "ended-early", joining)) as driver:
         driver.until("starting")
         wait_until(lambda: len(living_actors()) > 0, "an actor is being made", _PATIENCE_S)
-        assert driver.end(signal.SIGTERM) == 143
+        assert driver.end(signal.SIGTERM) in TERMINATED
     wait_until(lambda: living_actors() == [], "all actors are gone")
     assert os.listdir(arena_dir) == []
 
@@ -137,7 +141,7 @@ def test_a_driver_with_a_ray_of_its_own_ends_that_too(arena_dir: Path) -> None:
         driver.until("calling")
         started = descendants(driver.process.pid)
         assert len(started) > 3
-        assert driver.end(signal.SIGTERM) == 143
+        assert driver.end(signal.SIGTERM) in TERMINATED
     assert os.listdir(arena_dir) == []
     wait_until(lambda: all(map(is_gone, started)), "every process of its Ray is gone")
 
