@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from lmcache_ray.errors import LMCacheRayError
+from lmcache_ray.errors import InvalidRequestError, LMCacheRayError, shown
 
 from .messages import batches
 from .requests import HasPrompt, Request
@@ -28,6 +28,8 @@ def each_item(
     good: list[tuple[int, Item]] = []
     for position, request in enumerate(requests):
         try:
+            if not isinstance(request, Request):
+                raise InvalidRequestError(f"item {position} of the batch is {shown(request)}; accepted: a Request")
             good.append((position, check(request)))
         except (LMCacheRayError, TypeError) as error:
             results[position] = error

@@ -10,7 +10,7 @@ from lmcache_ray.config import COMMAND_LINE, LMCacheEngineConfig, load_config, p
 from lmcache_ray.config_sources import KNOWN_KEYS
 from lmcache_ray.errors import ConfigError
 
-from .topology import parse_ranks_per_node
+from .topology import MAX_WORLD_SIZE, parse_ranks_per_node
 from .workload import BLOCK_SIZE
 
 _DESCRIPTION = """\
@@ -131,8 +131,8 @@ def _add_replay(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     command.add_argument("--cluster", metavar="NAME", help="use the running cluster NAME instead of a local one")
     command.add_argument("--namespace", help="Ray namespace (cluster_namespace of the configuration)")
     world = command.add_argument_group("the local cluster")
-    world.add_argument("--world-size", type=_at_least(1), metavar="N", help="ranks (2)")
-    world.add_argument("--nodes", type=_at_least(1), metavar="N", help="simulated nodes (1)")
+    world.add_argument("--world-size", type=_at_least(1, MAX_WORLD_SIZE), metavar="N", help="ranks (2)")
+    world.add_argument("--nodes", type=_at_least(1, MAX_WORLD_SIZE), metavar="N", help="simulated nodes (1)")
     world.add_argument("--ranks-per-node", type=_counts, metavar="A,B", help="uneven nodes, as 3,1")
     world.add_argument("--use-mla", action="store_true", default=None, help="one copy of the KV, held by rank 0")
     world.add_argument("--policy", metavar="NAME", help="lru, lfu or fifo (cache_policy of the configuration)")
@@ -156,7 +156,7 @@ def _add_up(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     )
     _add_identity(command)
     command.add_argument("--model-name", default="model", help="goes into every chunk key (model)")
-    command.add_argument("--world-size", type=_at_least(1), default=2, metavar="N", help="ranks (2)")
+    command.add_argument("--world-size", type=_at_least(1, MAX_WORLD_SIZE), default=2, metavar="N", help="ranks (2)")
     command.add_argument("--ranks-per-node", type=_counts, metavar="A,B", help="ranks on each node, as 3,1")
     command.add_argument("--use-mla", action="store_true", help="one copy of the KV, held by rank 0")
     command.add_argument("--kvcache-shape-spec", metavar="SPEC", help="one rank's layer groups (16 bytes per token)")
@@ -216,10 +216,11 @@ def _spelled(word: str) -> str:
     return f"{flag.replace('_', '-')}{equals}{value}" if word.startswith("--") else word
 
 
-def _at_least(minimum: int) -> Callable[[str], int]:
+def _at_least(minimum: int, maximum: int = 2**31 - 1) -> Callable[[str], int]:
     def parse(text: str) -> int:
-        if not text.isascii() or not text.isdigit() or int(text) < minimum:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {minimum}")
+        is_number = text.isascii() and text.isdigit() and len(text) <= len(str(maximum))
+        if not is_number or not minimum <= int(text) <= maximum:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {minimum} to {maximum}")
         return int(text)
 
     return parse

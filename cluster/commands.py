@@ -115,6 +115,8 @@ def _workload(arguments: argparse.Namespace) -> list[TraceRequest]:
         raise WorkloadError(f"trace {path} cannot be read: {error}") from error
     if not requests:
         raise WorkloadError(f"trace {path} has no requests")
+    if not any(request.hash_ids for request in requests):
+        raise WorkloadError(f"trace {path} has no blocks: hash_ids is empty in every request")
     return requests
 
 

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from lmcache_ray.errors import ConfigError
+
 from .deadline import Deadline
 from .link import ClusterLink
 from .ray_calls import Ref, calling, wait_for_rank
@@ -17,6 +19,8 @@ def run_on_every_rank(
     timeout_s: float | None,
 ) -> list[Result]:
     """What the function returned on each rank; the first failure by rank is raised after all have ended."""
+    if not isinstance(function, str) and not callable(function):
+        raise ConfigError(f'a function, or its name as "module:function", is needed; got {function!r}')
     deadline = link.deadline() if timeout_s is None else Deadline(timeout_s)
     with calling("a rank"):
         calls = [worker.call.remote(function, *arguments) for worker in link.workers]

@@ -18,7 +18,7 @@ from .open_plans import OpenPlans
 from .rank_calls import RankCalls
 
 _ROUND_S: Final = 0.5
-_ROUNDS_BETWEEN_CLIENT_CHECKS: Final = 10
+_ROUNDS_BETWEEN_CHECKS: Final = 6
 
 
 class Housekeeping:
@@ -71,11 +71,19 @@ class Housekeeping:
     def _make_round(self) -> None:
         self._stopping.wait(_ROUND_S)
         self._num_rounds += 1
-        if self._num_rounds % _ROUNDS_BETWEEN_CLIENT_CHECKS == 0:
+        if self._num_rounds % _ROUNDS_BETWEEN_CHECKS == 0:
             self._drop_dead_clients()
+            self._ping_ranks()
         self._exchange.expire()
         self._settle()
         self._plans.prune()
+
+    def _ping_ranks(self) -> None:
+        """A rank that is stopped, or stuck, lives as far as Ray can tell."""
+        alive = [rank for rank in range(self._membership.world_size) if self._membership.is_alive(rank)]
+        answering = self._calls.ping(alive)
+        for rank in alive:
+            self._membership.pinged(rank, answered=rank in answering)
 
     def _drop_dead_clients(self) -> None:
         hellos = [record.hello for record in self._membership.records() if record.hello is not None]

@@ -7,8 +7,11 @@ not.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Final
 
 from .messages import RankHello
+
+_SILENT_AFTER_PINGS: Final = 2
 
 
 class RankState(Enum):
@@ -35,6 +38,7 @@ class Membership:
     world_size: int
     holders: Sequence[int]
     _ranks: dict[int, RankRecord] = field(init=False)
+    _missed_pings: dict[int, int] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self._ranks = {rank: RankRecord(RankState.STARTING) for rank in range(self.world_size)}
@@ -50,6 +54,14 @@ class Membership:
         self._ranks[rank] = RankRecord(RankState.LOST, self._ranks[rank].hello, reason)
         return True
 
+    def pinged(self, rank: int, *, answered: bool) -> None:
+        """A rank was asked for a sign of life; several unanswered in a row make it silent, one answer ends that."""
+        self._missed_pings[rank] = 0 if answered else self._missed_pings.get(rank, 0) + 1
+
+    def is_silent(self, rank: int) -> bool:
+        """True for a rank whose process lives but has not answered lately."""
+        return self.is_alive(rank) and self._missed_pings.get(rank, 0) >= _SILENT_AFTER_PINGS
+
     def is_alive(self, rank: int) -> bool:
         """True between a rank's registration and its loss."""
         return self._ranks[rank].state is RankState.ALIVE
@@ -59,12 +71,18 @@ class Membership:
         return all(self.is_alive(rank) for rank in self.holders)
 
     def problems(self) -> list[str]:
-        """One sentence for each rank that is not alive; empty if the world is whole."""
-        return [
+        """One sentence for each rank that is not alive, or silent; empty if the world is whole."""
+        absent = [
             f"rank {rank} is {record.state.value}" + (f": {record.reason}" if record.reason else "")
             for rank, record in self._ranks.items()
             if record.state is not RankState.ALIVE
         ]
+        silent = [
+            f"rank {rank} is silent: its process lives, but the last {self._missed_pings[rank]} pings got no answer"
+            for rank in self._ranks
+            if self.is_silent(rank)
+        ]
+        return absent + silent
 
     def records(self) -> list[RankRecord]:
         """All ranks, in order."""

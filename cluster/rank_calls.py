@@ -60,19 +60,24 @@ class RankCalls:
                 settled[rank] = [ref for ref, flag in zip(refs[rank], unpack_flags(flags), strict=True) if flag]
         return settled
 
+    def ping(self, ranks: Sequence[int]) -> list[int]:
+        """The ranks among these that answer."""
+        return list(self._ask(dict.fromkeys(ranks, ("ping", None)), _HOUSEKEEPING_S))
+
     def is_client_dead(self, rank: int, liveness_path: str) -> bool:
         """Whether the rank, on the client's node, finds that client's process ended."""
         return self._ask({rank: ("is_client_dead", liveness_path)}, _HOUSEKEEPING_S).get(rank) is True
 
     def _ask(self, calls: Mapping[int, tuple[str, object]], timeout_s: float) -> dict[int, object]:
-        """One call a rank, (method, argument); the answers of those that gave one in time."""
+        """One call a rank, (method, argument or None); the answers of those that gave one in time."""
         deadline = Deadline(timeout_s)
         references: dict[int, Ref] = {}
         answers: dict[int, object] = {}
         for rank, (method, argument) in calls.items():
             try:
                 with calling(f"rank {rank}"):
-                    references[rank] = getattr(self._workers[rank], method).remote(argument)
+                    arguments = () if argument is None else (argument,)
+                    references[rank] = getattr(self._workers[rank], method).remote(*arguments)
             except LMCacheRayError:
                 continue
         for rank, reference in references.items():

@@ -82,4 +82,6 @@ def check_span(hasher: ChunkHasher, request: Request, *, aligned: bool) -> Check
 
 def prompt_of(hasher: ChunkHasher, tokens: TokenSequence, request_configs: RequestConfigs | None) -> Prompt:
     """The prompt's chunks."""
+    if tokens is None:
+        raise InvalidRequestError("tokens is missing: the prompt's token ids are needed")
     return read_prompt(hasher, tokens, request_configs=request_configs)

@@ -6,8 +6,12 @@ follow from those reports alone. Host names and addresses say nothing, since sev
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from lmcache_ray.errors import ClusterError, ConfigError
+
+MAX_WORLD_SIZE: Final = 4096
+"""More ranks than this in one world are taken for a slip of the pen."""
 
 
 @dataclass(frozen=True, slots=True)

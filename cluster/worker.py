@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from lmcache_ray.errors import ClosedError
+from lmcache_ray.errors import ClosedError, ClusterError
 
 from .messages import LoadTask, PackedRefs, Payload, RankHello, StepResult, StoreTask
 from .ray_calls import Actor
@@ -101,7 +101,10 @@ class RankWorker:
 
         self._started()
         run = resolve_function(function, what="function") if isinstance(function, str) else function
-        return run(self._context, *arguments)
+        try:
+            return run(self._context, *arguments)
+        except SystemExit as error:  # Ray would end this actor's calls, and leave its process
+            raise ClusterError(f"the function called sys.exit({error.code!r}); a rank does not end that way") from error
 
     # -- control ------------------------------------------------------------------------------------------------------
 

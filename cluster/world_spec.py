@@ -13,6 +13,7 @@ from lmcache_ray.metadata import LMCacheMetadata
 from lmcache_ray.shape_spec import LayerGroupSpec, calculate_composite_kv_cache_shape, get_composite_kv_dtype
 
 from .kv_source import KVSpec
+from .topology import MAX_WORLD_SIZE
 from .world import WorldSpec
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ def world_spec(
     namespace: str | None,
 ) -> WorldSpec:
     """Raises `ConfigError`, `MetadataError`, `ShapeSpecError` or `LayoutError` for arguments that cannot be meant."""
+    if type(world_size) is not int or not 1 <= world_size <= MAX_WORLD_SIZE:
+        raise ConfigError(f"world_size must be a whole number from 1 to {MAX_WORLD_SIZE}; got {world_size!r}")
     if rank_layouts is not None:
         layout = _given_layout(config, rank_layouts, world_size, use_mla)
     else:

@@ -23,8 +23,8 @@ def names_cpu_tier(tiers: Sequence[str] | None, *, argument: str) -> bool:
     """True if `tiers` (None: all of them) include memory. Raises `InvalidRequestError` for an unknown tier."""
     if tiers is None:
         return True
-    if isinstance(tiers, str):
-        raise InvalidRequestError(f"{argument} must be a list of tier names; got the text {tiers!r}")
+    if not isinstance(tiers, list | tuple | set | frozenset):
+        raise InvalidRequestError(f"{argument} must be a list of tier names; got {tiers!r}")
     unknown = [tier for tier in tiers if tier not in _TIERS]
     if unknown:
         raise InvalidRequestError(f"{argument} names tier {unknown[0]!r}; known tiers: {', '.join(_TIERS)}")

@@ -116,6 +116,8 @@ class LMCacheEngineConfig(ConfigValues):
         Raises `ConfigError` with one line for each wrong key or value: the key, the value, its origin and what is
         accepted.
         """
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"a configuration is a mapping of keys to values; got {type(values).__name__}")
         settings, problems = _resolve(values, source)
         merged: dict[str, object] = dict(self.to_dict())
         for key, setting in settings.items():

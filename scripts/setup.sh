@@ -70,8 +70,10 @@ fi
 echo "setup: installing the packages that constraints.txt pins (a few minutes the first time)" >&2
 rm -f "$stamp"
 touch "$unfinished"
+# The root itself goes on the path: import hooks would lose to a folder named lmcache_ray, such as a clone's own.
 "$venv/bin/python" -m pip install --quiet --quiet --disable-pip-version-check \
-    -c "$root/constraints.txt" -e "$root[dev]" || fail "pip could not install the packages; its message stands above."
+    -c "$root/constraints.txt" --config-settings editable_mode=compat -e "$root[dev]" ||
+    fail "pip could not install the packages; its message stands above."
 rm -f "$unfinished"
 echo "$wanted" >"$stamp.new"
 mv "$stamp.new" "$stamp"

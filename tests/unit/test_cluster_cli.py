@@ -115,10 +115,10 @@ def test_flags_of_a_local_cluster_are_refused_beside_a_running_one(
     [
         ("", "COMMAND"),
         ("launch", "invalid choice"),
-        ("replay --requests 0", "'0' is not a whole number of at least 1"),
+        ("replay --requests 0", "'0' is not a whole number from 1 to"),
         ("replay --window x", "'x' is not a whole number"),
         ("replay --world-size -1", "--world-size"),
-        ("replay --capacity-blocks 1.5", "'1.5' is not a whole number of at least 0"),
+        ("replay --capacity-blocks 1.5", "'1.5' is not a whole number from 0 to"),
         ("replay --ranks-per-node 3;1", "ranks_per_node '3;1' is not a list of rank counts"),
         ("replay a b", "unrecognized arguments: b"),
         ("replay --worldsize 4", "--worldsize) is not a configuration key; the nearest is --world-size"),
@@ -126,7 +126,7 @@ def test_flags_of_a_local_cluster_are_refused_beside_a_running_one(
         ("up --arena /x", "the nearest is --arena-dir"),
         ("up x", "unrecognized arguments: x"),
         ("status --chunk-size 4", "unrecognized arguments: --chunk-size 4"),
-        ("up --num-blocks 0", "'0' is not a whole number of at least 1"),
+        ("up --num-blocks 0", "'0' is not a whole number from 1 to"),
     ],
 )
 def test_wrong_arguments_end_with_status_2_and_are_named(

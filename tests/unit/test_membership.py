@@ -54,3 +54,22 @@ def test_a_rank_that_joins_again_is_alive() -> None:
 def test_a_rank_outside_the_world_is_not_known(rank: int) -> None:
     with pytest.raises(KeyError):
         joined().is_alive(rank)
+
+
+def test_a_rank_that_lives_but_answers_no_pings_is_a_problem_until_it_answers() -> None:
+    """A stopped process is alive as far as Ray can tell, and makes every store a miss."""
+    membership = Membership(2, (0, 1))
+    for rank in range(2):
+        membership.joined(hello(rank))
+    membership.pinged(1, answered=False)
+    assert membership.problems() == [], "one lost ping says nothing"
+    membership.pinged(1, answered=False)
+    (problem,) = membership.problems()
+    assert problem.startswith("rank 1 is silent")
+    assert membership.is_alive(1) and membership.can_serve(), "nothing is known to be lost"
+    membership.pinged(1, answered=True)
+    assert membership.problems() == []
+    membership.pinged(1, answered=False)
+    membership.pinged(1, answered=False)
+    membership.lost(1, "it was killed")
+    assert membership.problems() == ["rank 1 is lost: it was killed"]
