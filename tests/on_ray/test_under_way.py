@@ -13,7 +13,7 @@ import torch
 
 from cluster.client import CacheCluster, Request
 from cluster.direct_path import DirectPath
-from lmcache_ray.errors import ClosedError
+from lmcache_ray.errors import ClosedError, ClusterError
 from lmcache_ray.shape_spec import parse_kvcache_shape_spec
 from tests.on_ray import rank_functions
 from tests.on_ray.conftest import NAMESPACE, StartCluster
@@ -160,3 +160,27 @@ def test_a_put_over_both_nodes_in_one_batch_comes_back_byte_for_byte(pair: Cache
             assert torch.equal(rank_found[0].view(torch.int16), rank_stored[0][:, :, 3:].view(torch.int16))
     assert nothing[0] == 0 and nothing[1][0][0].shape[2] == 0  # type: ignore[index]
     assert pair.status().leases == 0
+
+
+def test_a_rank_that_lives_but_does_not_answer_is_named_until_it_does(pair: CacheCluster) -> None:
+    """Ray sees a stopped process as alive; without this, every store is a miss and nothing says why."""
+    assert pair.is_healthy()
+    with stopped(pair, 1):
+        wait_for_health(pair, healthy=False)
+        (problem,) = pair.status().problems
+        assert problem.startswith("rank 1 is silent")
+    wait_for_health(pair, healthy=True)
+
+
+def test_a_function_that_exits_does_not_take_its_rank_along(pair: CacheCluster) -> None:
+    with pytest.raises(ClusterError, match=r"sys.exit\(3\)"):
+        pair.run_on_ranks(rank_functions.leave, 3)
+    assert pair.store(tokens_from(1000), ROWS) == NUM_TOKENS
+    assert pair.is_healthy()
+
+
+def wait_for_health(cluster: CacheCluster, *, healthy: bool) -> None:
+    deadline = time.monotonic() + 40
+    while cluster.is_healthy() != healthy:
+        assert time.monotonic() < deadline, cluster.status().problems
+        time.sleep(0.1)

@@ -48,3 +48,9 @@ def test_ranks_that_hold_nothing_clear_nothing() -> None:
     assert result == ClearResult({"cpu": [5, 0, 0]}, {"cpu": [2, 0, 0]})
     assert (result.num_removed, result.num_kept) == (5, 2)
     assert ClearResult.nothing(PER_RANK) == ClearResult({"cpu": [0, 0, 0]}, {"cpu": [0, 0, 0]})
+
+
+@pytest.mark.parametrize("tiers", ["cpu", 5, {"cpu": 1}])
+def test_tiers_that_are_no_list_are_refused(tiers: object) -> None:
+    with pytest.raises(InvalidRequestError, match="locations must be a list of tier names"):
+        names_cpu_tier(tiers, argument="locations")  # type: ignore[arg-type]

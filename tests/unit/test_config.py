@@ -209,3 +209,9 @@ def test_every_example_file_loads(path: Path) -> None:
 def test_the_configuration_loads_no_torch() -> None:
     program = "import sys; import lmcache_ray.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("values", [None, [], "chunk_size", 5])
+def test_a_configuration_that_is_no_mapping_is_refused(values: object) -> None:
+    with pytest.raises(ConfigError, match="a mapping of keys to values"):
+        LMCacheEngineConfig.from_dict(values)  # type: ignore[arg-type]

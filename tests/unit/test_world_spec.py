@@ -107,3 +107,9 @@ def test_blocks_of_the_paged_kv(spec: str | None, given: int | None, num_blocks:
 def test_a_number_of_blocks_that_cannot_be_is_refused(num_blocks: object) -> None:
     with pytest.raises(ConfigError, match="num_blocks must be a whole number"):
         kv_spec(CONFIG, None, None, num_blocks)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("world_size", [0, -1, 10**9, True, 2.0])
+def test_a_world_size_that_cannot_be_meant_is_refused_before_anything_is_built(world_size: object) -> None:
+    with pytest.raises(ConfigError, match="world_size must be a whole number from 1 to 4096"):
+        world_spec(CONFIG, **{**ARGUMENTS, "layer_groups": GROUPS, "world_size": world_size})  # type: ignore[arg-type]
