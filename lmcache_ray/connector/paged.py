@@ -5,7 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
-from lmcache_ray.connector.planes import Plane, PlaneConnector, planes_of_group, row_type
+from lmcache_ray.connector.planes import PlaneConnector, planes_of_group, row_type
+from lmcache_ray.connector.row_copy import Plane
 from lmcache_ray.errors import LayoutError
 from lmcache_ray.layout import RankLayout, ShardSpec
 from lmcache_ray.torch_dtypes import to_torch_dtype
