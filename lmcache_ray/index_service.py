@@ -121,6 +121,11 @@ class IndexService:
                     index.share(plan, lease_id, client=rank_client(rank), now=now)
             return plan
 
+    def keep(self, lease_id: str, *, max_slots: int) -> bool:
+        """Let a load's lease end by release or with its client alone; see `CacheIndex.keep`."""
+        with self.at_now() as (index, _):
+            return index.keep(lease_id, max_slots=max_slots)
+
     def release(self, lease_ids: Sequence[str]) -> None:
         """End leases; unknown ones are ignored."""
         with self.at_now() as (index, _):

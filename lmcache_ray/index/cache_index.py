@@ -116,6 +116,14 @@ class CacheIndex:
         """Let a lease last its full time from now; False if there is none of that id (any more)."""
         return self._leases.renew(lease_id, now)
 
+    def keep(self, lease_id: str, *, max_slots: int) -> bool:
+        """Let a lease end by release or with its client alone; False if more than `max_slots` slots were held so."""
+        return self._leases.keep(lease_id, max_slots=max_slots)
+
+    def kept(self) -> tuple[int, int]:
+        """Leases that do not end by time, and the slots they hold."""
+        return self._leases.num_kept, len(self._leases.kept_slots())
+
     # ------------------------------------------------------------------------------------------------ storing
 
     @overload

@@ -18,13 +18,17 @@ class _Lease:
 
 
 class LeaseTable:
-    """Leases by id. A lease lasts `timeout_s` seconds, or its own, from when it was last asked for or renewed."""
+    """Leases by id. A lease lasts `timeout_s` seconds, or its own, from when it was last asked for or renewed.
+
+    One that `keep` was called for lasts until it is released or its client ends.
+    """
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._leases: dict[str, _Lease] = {}
         self._pins: dict[int, int] = {}
         self._none_ends_before = inf
+        self._endless: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -56,6 +60,7 @@ class LeaseTable:
         lease = self._leases.pop(lease_id, None)
         if lease is None:
             return False
+        self._endless.discard(lease_id)
         pins = self._pins
         for slot in lease.slots:
             if pins[slot] == 1:
@@ -72,6 +77,27 @@ class LeaseTable:
         lease.expires = now + lease.timeout_s
         self._none_ends_before = min(self._none_ends_before, lease.expires)
         return True
+
+    def keep(self, lease_id: str, *, max_slots: int) -> bool:
+        """Let a lease end by release, or with its client, but never by time.
+
+        False, and no change, if there is none of that id, or if more than `max_slots` slots would then be held so.
+        """
+        lease = self._leases.get(lease_id)
+        if lease is None or len(self.kept_slots().union(lease.slots)) > max_slots:
+            return False
+        lease.expires = lease.timeout_s = inf
+        self._endless.add(lease_id)
+        return True
+
+    @property
+    def num_kept(self) -> int:
+        """Leases that do not end by time."""
+        return len(self._endless)
+
+    def kept_slots(self) -> set[int]:
+        """Every slot that a lease holds which does not end by time."""
+        return {slot for lease_id in self._endless for slot in self._leases[lease_id].slots}
 
     def expire(self, now: float) -> list[str]:
         """End the leases whose time is up; answers their ids."""

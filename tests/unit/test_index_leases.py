@@ -77,3 +77,33 @@ def test_a_lease_taken_over_belongs_to_its_last_client(leases: LeaseTable) -> No
     leases.hold("a", "yours", [2], now=0.0)
     assert leases.drop_client("mine") == []
     assert pinned(leases) == [2]
+
+
+def test_a_kept_lease_ends_by_release_or_with_its_client_and_never_by_time(leases: LeaseTable) -> None:
+    for lease_id, slots in (("a", [1, 2]), ("b", [3])):
+        leases.hold(lease_id, "client", slots, now=0.0)
+        assert leases.keep(lease_id, max_slots=3) is True
+    assert leases.expire(1e18) == [] and leases.renew("a", now=1e18) is True
+    assert leases.expire(1e19) == [] and (leases.num_kept, leases.kept_slots()) == (2, {1, 2, 3})
+    assert leases.release("a") is True
+    assert (leases.num_kept, pinned(leases)) == (1, [3])
+    assert leases.drop_client("client") == ["b"]
+    assert (leases.num_kept, pinned(leases), leases.contradictions()) == (0, [], [])
+
+
+def test_a_lease_that_would_keep_too_many_slots_still_ends_by_time(leases: LeaseTable) -> None:
+    leases.hold("a", "client", [1, 2], now=0.0)
+    leases.hold("b", "client", [2, 3], now=0.0)
+    assert leases.keep("a", max_slots=2) is True
+    assert leases.keep("b", max_slots=2) is False
+    assert leases.keep("never", max_slots=2) is False
+    assert leases.expire(10.0) == ["b"] and pinned(leases) == [1, 2]
+    leases.hold("c", "client", [1, 2], now=10.0)
+    assert leases.keep("c", max_slots=2) is True, "slots count once, however many leases hold them"
+
+
+def test_asking_for_a_kept_lease_again_gives_it_a_time(leases: LeaseTable) -> None:
+    leases.hold("a", "client", [1], now=0.0)
+    assert leases.keep("a", max_slots=1) is True
+    leases.hold("a", "client", [1], now=5.0)
+    assert leases.num_kept == 0 and leases.expire(15.0) == ["a"]
