@@ -20,8 +20,9 @@ Reading, by anyone, with key and generation from a plan::
 The second look is what makes a copy valid: a slot may be given to another chunk at any time. Its writer changes the
 word before it changes a byte and a generation is never used twice, so a word that is COMMITTED(g) before the first
 and after the last byte means that every byte between belonged to g. This needs stores to be seen in the order in
-which they were made. x86-64 shows them so (`memcpy` itself fences the streaming stores that it uses for large blocks).
-Other machines need not, and nothing here fences for them: `memory_order.py` says so when an arena is made.
+which they were made. x86-64 shows them so, but for streaming stores, which whoever uses them must fence (`memcpy` and
+our row copies do). Other machines need not, and the words are not fenced for them: `memory_order.py` says so when an
+arena is made.
 
 A slot that was freed or aborted keeps its generation: an older plan, however late, can never write it again.
 """

@@ -11,6 +11,7 @@
  * - A block of rows ends after a few KiB, where the processor's own prefetching stops. So what comes next is asked for
  *   here, across the end of one run into the next, wherever that lies.
  * - Two planes are copied side by side, line by line: twice the loads are under way at any time.
+ * - A run is copied from its end down where going up would make the processor take its loads for its last stores.
  *
  * A fence stands before the first store and after the last one. A slot's word, stored before and after by the caller,
  * is thus seen by other processes in its place, although streaming stores are not ordered by themselves.
@@ -33,9 +34,11 @@
 enum {
     LINE = 64,            /* bytes of a cache line */
     STEP = 2 * LINE,      /* bytes that a turn of the copying loop moves */
-    LANE = 32,            /* bytes of one streaming store, and the alignment that it needs */
+    LANE = 32,            /* bytes of one streaming store */
     AHEAD = 512,          /* bytes between what is copied and what is asked for */
     STREAM_FROM = 256,    /* shorter runs are copied plainly */
+    PAGE = 4096,          /* addresses that differ by a multiple look alike to the processor at first sight */
+    PENDING = 2048,       /* bytes whose stores may not have left the processor yet */
     FORMAT = 1,           /* changes with `Plane` and with the functions' arguments */
 };
 
@@ -69,63 +72,113 @@ typedef struct {
 } Copy;
 
 #if CAN_STREAM
-/* Copies `nbytes` for each of `num_copies`, a constant where this is inlined. Targets are aligned to LANE. */
-__attribute__((target("avx2"), always_inline)) static inline void stream(Copy *copies, const int num_copies,
-                                                                         size_t nbytes)
+#define WITH_AVX2 __attribute__((target("avx2")))
+
+/* Moves bytes [at, at + STEP) and asks for those of `soon`. */
+WITH_AVX2 static inline void turn(const Copy *copy, size_t at, const char *soon)
+{
+    _mm_prefetch(soon, _MM_HINT_NTA);
+    _mm_prefetch(soon + LINE, _MM_HINT_NTA);
+    const char *source = copy->source + at;
+    char *target = copy->target + at;
+    const __m256i a = _mm256_loadu_si256((const __m256i *)source);
+    const __m256i b = _mm256_loadu_si256((const __m256i *)(source + LANE));
+    const __m256i c = _mm256_loadu_si256((const __m256i *)(source + 2 * LANE));
+    const __m256i d = _mm256_loadu_si256((const __m256i *)(source + 3 * LANE));
+    _mm256_stream_si256((__m256i *)target, a);
+    _mm256_stream_si256((__m256i *)(target + LANE), b);
+    _mm256_stream_si256((__m256i *)(target + 2 * LANE), c);
+    _mm256_stream_si256((__m256i *)(target + 3 * LANE), d);
+}
+
+/* Copies `nbytes` for each of `num_copies`, side by side, from the first byte on. Targets are aligned to LANE.
+ * Compiled once for each number of copies. */
+WITH_AVX2 __attribute__((always_inline)) static inline void stream_up(const Copy *copies, int num_copies, size_t nbytes)
 {
     const size_t ahead = nbytes < AHEAD ? nbytes : AHEAD;
     size_t at = 0;
-    for (; at + STEP <= nbytes; at += STEP) {
+    for (; at + STEP <= nbytes; at += STEP)
         for (int each = 0; each < num_copies; each++) {
             const Copy *copy = &copies[each];
-            const size_t wanted = at + ahead;
-            const char *soon = wanted < nbytes ? copy->source + wanted : copy->next + (wanted - nbytes);
-            _mm_prefetch(soon, _MM_HINT_NTA);
-            _mm_prefetch(soon + LINE, _MM_HINT_NTA);
-            const char *source = copy->source + at;
-            char *target = copy->target + at;
-            const __m256i a = _mm256_loadu_si256((const __m256i *)source);
-            const __m256i b = _mm256_loadu_si256((const __m256i *)(source + LANE));
-            const __m256i c = _mm256_loadu_si256((const __m256i *)(source + 2 * LANE));
-            const __m256i d = _mm256_loadu_si256((const __m256i *)(source + 3 * LANE));
-            _mm256_stream_si256((__m256i *)target, a);
-            _mm256_stream_si256((__m256i *)(target + LANE), b);
-            _mm256_stream_si256((__m256i *)(target + 2 * LANE), c);
-            _mm256_stream_si256((__m256i *)(target + 3 * LANE), d);
+            const size_t soon = at + ahead;
+            turn(copy, at, soon < nbytes ? copy->source + soon : copy->next + (soon - nbytes));
         }
-    }
     for (int each = 0; each < num_copies; each++)
         memcpy(copies[each].target + at, copies[each].source + at, nbytes - at);
 }
 
-/* Bytes up to the first place of `target` that is aligned to LANE. */
-static inline size_t unaligned(const char *target) { return (LANE - ((uintptr_t)target & (LANE - 1))) & (LANE - 1); }
-
-static void skip(Copy *copy, size_t nbytes)
+/* The same from the last byte down. */
+WITH_AVX2 __attribute__((always_inline)) static inline void stream_down(const Copy *copies, int num_copies, size_t nbytes)
 {
-    memcpy(copy->target, copy->source, nbytes);
-    copy->target += nbytes;
-    copy->source += nbytes;
-}
-
-__attribute__((target("avx2"))) static void stream_one(Copy *copy, size_t nbytes)
-{
-    const size_t head = unaligned(copy->target);
-    skip(copy, head);
-    stream(copy, 1, nbytes - head);
-}
-
-__attribute__((target("avx2"))) static void stream_all(Copy *copies, int num_copies, size_t nbytes)
-{
-    const size_t head = unaligned(copies[0].target);
-    if (num_copies == 1 || unaligned(copies[1].target) != head) {
-        for (int each = 0; each < num_copies; each++)
-            stream_one(&copies[each], nbytes);
-        return;
+    const size_t ahead = nbytes < AHEAD ? nbytes : AHEAD;
+    size_t at = nbytes - nbytes % STEP;
+    for (int each = 0; each < num_copies; each++)
+        memcpy(copies[each].target + at, copies[each].source + at, nbytes - at);
+    while (at > 0) {
+        at -= STEP;
+        for (int each = 0; each < num_copies; each++) {
+            const Copy *copy = &copies[each];
+            turn(copy, at, at >= ahead ? copy->source + at - ahead : copy->next + nbytes + at - ahead);
+        }
     }
-    skip(&copies[0], head);
-    skip(&copies[1], head);
-    stream(copies, 2, nbytes - head);
+}
+
+/* Whether going up would load from places that look like those just stored to. Processors compare the low 12 bits of
+ * addresses first, and hold a load back until such a store is done: a copy then runs at a fifth of its speed. */
+static int stalls_up(const char *target, const char *source)
+{
+    const uintptr_t distance = ((uintptr_t)target - (uintptr_t)source) & (PAGE - 1);
+    return 0 < distance && distance < PENDING;
+}
+
+static int stalls_down(const char *target, const char *source) { return stalls_up(source, target); }
+
+WITH_AVX2 static void stream_one(Copy copy, size_t nbytes)
+{
+    if (stalls_up(copy.target, copy.source))
+        stream_down(&copy, 1, nbytes);
+    else
+        stream_up(&copy, 1, nbytes);
+}
+
+WITH_AVX2 static void stream_two(const Copy *copies, size_t nbytes)
+{
+    int up = 1, down = 1;
+    for (int to = 0; to < 2; to++)
+        for (int from = 0; from < 2; from++) {
+            up = up && !stalls_up(copies[to].target, copies[from].source);
+            down = down && !stalls_down(copies[to].target, copies[from].source);
+        }
+    if (up)
+        stream_up(copies, 2, nbytes);
+    else if (down)
+        stream_down(copies, 2, nbytes);
+    else {
+        stream_one(copies[0], nbytes);
+        stream_one(copies[1], nbytes);
+    }
+}
+
+/* Copies what stands before the first place of the target that is aligned to LANE; answers how much that was. */
+static size_t align(Copy *copy)
+{
+    const size_t head = -(uintptr_t)copy->target & (LANE - 1);
+    memcpy(copy->target, copy->source, head);
+    copy->target += head;
+    copy->source += head;
+    return head;
+}
+
+static void stream_all(Copy *copies, int num_copies, size_t nbytes)
+{
+    size_t left[2];
+    for (int each = 0; each < num_copies; each++)
+        left[each] = nbytes - align(&copies[each]);
+    if (num_copies == 2 && left[0] == left[1])
+        stream_two(copies, left[0]);
+    else
+        for (int each = 0; each < num_copies; each++)
+            stream_one(copies[each], left[each]);
 }
 
 static int has_streaming(void) { return __builtin_cpu_supports("avx2"); }

@@ -55,6 +55,8 @@ def _check(group: ShardSpec, tensor: torch.Tensor, num_tokens: int, name: str) -
     shape = (group.kv_size, group.num_layers, num_tokens, group.hidden_dim)
     if not isinstance(tensor, torch.Tensor):
         raise LayoutError(f"{name} is a {type(tensor).__name__}, not a tensor")
+    if tensor.layout != torch.strided:
+        raise LayoutError(f"{name} is a tensor of layout {tensor.layout}; rows are copied from dense (strided) ones")
     if tuple(tensor.shape) != shape or tensor.dtype != to_torch_dtype(group.dtype):
         raise LayoutError(
             f"{name} is {tensor.dtype} {list(tensor.shape)}; the layout needs {group.dtype.value} {list(shape)}"

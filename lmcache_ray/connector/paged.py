@@ -1,6 +1,8 @@
 """The connector for paged KV in CPU memory: rows found by `slot_mapping`."""
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,8 +20,9 @@ KVCaches = Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
 class PagedConnector(PlaneConnector):
     """A `KVConnector` over tensors ``[kv_size, num_blocks, block_size, heads, head_size]``, one per layer.
 
-    With kv_size 1 (MLA) ``[num_blocks, block_size, hidden]`` is accepted too. The tensors are borrowed, never copied:
-    the connector is valid as long as they are. Raises `LayoutError` naming the layer when one does not fit.
+    With kv_size 1 (MLA) ``[num_blocks, block_size, hidden]`` is accepted too. The tensors' memory is borrowed, never
+    copied, and stays allocated while the connector lives. A tensor that is given other memory later is not followed.
+    Raises `LayoutError` naming the layer when one does not fit.
     """
 
     def __init__(self, layout: RankLayout, kvcaches: KVCaches) -> None:
@@ -27,6 +30,59 @@ class PagedConnector(PlaneConnector):
         if len(layers) != layout.num_layers:
             raise LayoutError(f"kvcaches has {len(layers)} layers; this rank's layout has {layout.num_layers}")
         super().__init__(_planes(layout, layers))
+
+
+class PagedConnectors:
+    """The connectors of one rank; the latest is used again while it is asked for the same tensors in the same memory.
+
+    An engine is passed its tensors with every call, and building a connector takes longer than all else that is done
+    for a prompt of which nothing has to be copied. The latest keeps no tensor alive, and is forgotten with the first
+    of its tensors that goes. Thread-safe.
+    """
+
+    def __init__(self, layout: RankLayout) -> None:
+        self._layout = layout
+        self._latest: _Built | None = None
+
+    def of(self, kvcaches: KVCaches) -> PagedConnector:
+        """The connector to these tensors; raises what `PagedConnector` raises."""
+        layers = _as_list(kvcaches)
+        latest = self._latest
+        if latest is not None and latest.is_of(layers):
+            return latest.connector
+        connector = PagedConnector(self._layout, layers)
+        self._latest = _Built(
+            connector, [weakref.ref(tensor, self._forget) for tensor in layers], list(map(_place, layers))
+        )
+        return connector
+
+    def _forget(self, _: weakref.ref[torch.Tensor]) -> None:
+        self._latest = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Built:
+    """A connector, the tensors that it was built for, and where their memory was."""
+
+    connector: PagedConnector
+    tensors: list[weakref.ref[torch.Tensor]]
+    places: "list[_Place]"
+
+    def is_of(self, layers: Sequence[torch.Tensor]) -> bool:
+        """Whether these are the very same tensors, and none was resized or given other memory since."""
+        return (
+            len(layers) == len(self.tensors)
+            and all(known() is tensor for known, tensor in zip(self.tensors, layers, strict=True))
+            and list(map(_place, layers)) == self.places
+        )
+
+
+_Place = tuple[int, torch.Size, torch.dtype, bool]
+
+
+def _place(tensor: torch.Tensor) -> _Place:
+    """What a tensor's rows are addressed by: all of it can be changed in place."""
+    return tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.is_contiguous()
 
 
 def _planes(layout: RankLayout, layers: Sequence[torch.Tensor]) -> Iterator[Plane]:
@@ -45,23 +101,35 @@ def _as_list(kvcaches: KVCaches) -> list[torch.Tensor]:
 
 def _byte_rows(tensor: torch.Tensor, group: ShardSpec, position: int) -> np.ndarray:
     """The layer's memory as void items ``[kv_size, num_slots]`` of one row each."""
+    name = f"kvcaches[{position}]"
     if not isinstance(tensor, torch.Tensor):
-        raise LayoutError(f"kvcaches[{position}] is a {type(tensor).__name__}, not a tensor")
+        raise LayoutError(f"{name} is a {type(tensor).__name__}, not a tensor")
+    if tensor.is_nested or tensor.layout != torch.strided:
+        layout = "nested" if tensor.is_nested else str(tensor.layout)
+        raise LayoutError(f"{name} is a {layout} tensor; only a dense one has rows that are addressed by slot")
     if tensor.dtype != to_torch_dtype(group.dtype):
-        raise LayoutError(f"kvcaches[{position}] has dtype {tensor.dtype}; the layout says {group.dtype.value}")
+        raise LayoutError(f"{name} has dtype {tensor.dtype}; the layout says {group.dtype.value}")
     if tensor.device.type != "cpu":
-        raise LayoutError(f"kvcaches[{position}] is on {tensor.device}; this connector copies CPU memory only")
-    shape = tuple(tensor.shape)
+        raise LayoutError(f"{name} is on {tensor.device}; this connector copies CPU memory only")
+    _check_shape(tuple(tensor.shape), group, name)
+    if not tensor.is_contiguous():
+        raise LayoutError(f"{name} is not contiguous; its rows cannot be addressed by slot")
+    try:
+        if tensor.untyped_storage().nbytes() == 0:  # resized away under the tensor
+            raise LayoutError(f"{name} has shape {list(tensor.shape)} but no memory any more")
+        raw = tensor.detach().view(torch.uint8).reshape(-1).numpy()
+    except (RuntimeError, TypeError) as error:  # a tensor that only stands for one, or whose bytes mean their negative
+        raise LayoutError(f"{name} cannot be read as plain memory: {error}") from error
+    return raw.view(row_type(group.row_nbytes)).reshape(group.kv_size, -1)
+
+
+def _check_shape(shape: tuple[int, ...], group: ShardSpec, name: str) -> None:
     five_dims = len(shape) == 5 and (shape[0], *shape[3:]) == (group.kv_size, group.num_heads, group.head_size)
     three_dims = len(shape) == 3 and group.kv_size == 1 and shape[2] == group.hidden_dim
     if not (five_dims or three_dims):
         wanted = f"[{group.kv_size}, num_blocks, block_size, {group.num_heads}, {group.head_size}]"
         if group.kv_size == 1:
             wanted += f" or [num_blocks, block_size, {group.hidden_dim}]"
-        raise LayoutError(f"kvcaches[{position}] has shape {list(shape)}; the layout needs {wanted}")
-    if not tensor.is_contiguous():
-        raise LayoutError(f"kvcaches[{position}] is not contiguous; its rows cannot be addressed by slot")
-    if tensor.numel() == 0:
-        raise LayoutError(f"kvcaches[{position}] has shape {list(shape)}: no rows")
-    raw = tensor.detach().view(torch.uint8).reshape(-1).numpy()
-    return raw.view(row_type(group.row_nbytes)).reshape(group.kv_size, -1)
+        raise LayoutError(f"{name} has shape {list(shape)}; the layout needs {wanted}")
+    if 0 in shape:
+        raise LayoutError(f"{name} has shape {list(shape)}: no rows")
