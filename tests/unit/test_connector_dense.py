@@ -102,7 +102,7 @@ def test_no_tokens_is_a_shard_too() -> None:
         (empty_shard(LAYOUT, 7), r"shards\[0\]\[0\] is torch.bfloat16 \[2, 2, 7, 8\]; .* bfloat16 \[2, 2, 8, 8\]"),
         ([tensor.to(torch.float32) for tensor in empty_shard(LAYOUT, 8)], r"shards\[0\]\[0\] is torch.float32"),
         ([tensor.to("meta") for tensor in empty_shard(LAYOUT, 8)], r"shards\[0\]\[0\] is on meta"),
-        ([tensor.to_sparse() for tensor in empty_shard(LAYOUT, 8)], r"shards\[0\]\[0\] is a tensor of layout"),
+        ([empty_shard(LAYOUT, 8)[0].to_sparse(), empty_shard(LAYOUT, 8)[1]], r"shards\[0\]\[0\] is a tensor of layout"),
     ],
 )
 def test_tensors_that_do_not_fit_name_the_group(tensors: object, named: str) -> None:
