@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, TypeAlias, Union
 import numpy as np
 from numpy.typing import NDArray
 
+from lmcache_ray.arrays import is_torch_tensor, tensor_values
 from lmcache_ray.errors import ConfigError, InvalidRequestError, shown
-from lmcache_ray.tokens import is_torch_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -63,11 +63,12 @@ def masked_start(mask: Mask | None, num_tokens: int, chunk_size: int, *, aligned
 
 def _flags(mask: Mask) -> NDArray[np.bool_]:
     if isinstance(mask, list | tuple):
-        odd = set(map(type, mask)) - {bool, np.bool_}
+        kinds = set(map(type, mask))
+        odd = kinds - {bool, np.bool_}
         if odd:
             position, value = next((i, value) for i, value in enumerate(mask) if type(value) in odd)
             raise InvalidRequestError(f"mask[{position}] is {shown(value)}; accepted: bools")
-        return np.array(mask, dtype=np.bool_)
+        return np.frombuffer(bytes(mask), np.bool_) if kinds == {bool} else np.array(mask, np.bool_)  # bytes: faster
     if isinstance(mask, np.ndarray):
         if mask.dtype != np.bool_:
             raise InvalidRequestError(f"mask is a NumPy array of dtype {mask.dtype}; accepted: dtype bool")
@@ -75,6 +76,5 @@ def _flags(mask: Mask) -> NDArray[np.bool_]:
     if is_torch_tensor(mask):
         if str(mask.dtype) != "torch.bool":
             raise InvalidRequestError(f"mask is a torch tensor of dtype {mask.dtype}; accepted: torch.bool")
-        flags: NDArray[np.bool_] = mask.detach().cpu().numpy()
-        return flags
+        return tensor_values(mask, "mask")
     raise InvalidRequestError(f"mask is {shown(mask)}; accepted: a list, NumPy array or torch tensor of bools, or None")

@@ -1,17 +1,16 @@
 """Token ids from whatever an engine hands over, as one checked array.
 
-Apart from `keys.py` because every call that takes tokens needs it, also those that then compute no key. The good path
-does no Python work per token; only a refusal looks at single values, to name the first wrong one.
+Apart from `keys.py` because every call that takes tokens needs it, also those that then compute no key.
 """
 
-import sys
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, NoReturn, TypeAlias, TypeGuard, Union
+from typing import TYPE_CHECKING, Final, NoReturn, TypeAlias, Union
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lmcache_ray.arrays import AnyArray, integer_of, is_torch_tensor, packed_integers, tensor_values
 from lmcache_ray.errors import InvalidRequestError, shown
 
 if TYPE_CHECKING:
@@ -48,43 +47,32 @@ def token_ids(tokens: TokenSequence) -> NDArray[np.int64]:
     raise InvalidRequestError(f"tokens is {shown(tokens)}; accepted: {_ACCEPTED}")
 
 
-def is_torch_tensor(value: object) -> "TypeGuard[torch.Tensor]":
-    """Whether `value` is a torch tensor. Never imports torch: where nobody has, there is no tensor either."""
-    tensor_type = getattr(sys.modules.get("torch"), "Tensor", None)
-    return tensor_type is not None and isinstance(value, tensor_type)
-
-
 def _from_sequence(tokens: Sequence[int]) -> NDArray[np.int64]:
     try:
-        try:
-            packed = array("I", tokens)  # twice as fast as "q", and vocabularies are small
-        except OverflowError:
-            packed = array("q", tokens)
+        ids = packed_integers(tokens)
     except (TypeError, OverflowError):
         _refuse_first_wrong(tokens)
-    ids = np.array(packed, dtype="<i8")
-    # True and False pass as 1 and 0 above, negative ids pass "q": only places that hold such a value can be wrong.
-    suspects = np.flatnonzero(ids < 2).tolist()
-    if suspects and (set(map(type, map(tokens.__getitem__, suspects))) != {int} or ids.min() < 0):
-        for position in suspects:
-            _check_id(position, tokens[position])
+    if ids.size and ids.min() < 0:
+        _refuse_first_wrong(tokens)
     return ids
 
 
-def _from_numpy(tokens: "NDArray[np.integer]", *, source: str) -> NDArray[np.int64]:
+def _from_numpy(tokens: AnyArray, *, source: str) -> NDArray[np.int64]:
     if tokens.dtype.kind not in "iu":
         raise InvalidRequestError(f"tokens is a {source} of dtype {tokens.dtype}; {_ACCEPTED_ID}")
     if tokens.ndim != 1:
         raise InvalidRequestError(f"tokens is a {source} of shape {tokens.shape}; accepted: one dimension")
-    wrong = np.flatnonzero(tokens > MAX_TOKEN_ID if tokens.dtype.kind == "u" else tokens < 0)
-    if wrong.size:
-        _refuse_id(int(wrong[0]), int(tokens[wrong[0]]))
+    signed = tokens.dtype.kind == "i"
+    if tokens.size and (tokens.min() < 0 if signed else tokens.max() > MAX_TOKEN_ID):
+        first = int((tokens < 0 if signed else tokens > MAX_TOKEN_ID).argmax())
+        _refuse_id(first, int(tokens[first]))
     return np.ascontiguousarray(tokens, dtype="<i8")
 
 
 def _from_range(tokens: range) -> NDArray[np.int64]:
     if tokens:
-        _check_id(0, tokens[0])
+        if not 0 <= tokens[0] <= MAX_TOKEN_ID:
+            _refuse_id(0, tokens[0])
         # A range is monotonic: the ids within limits are a leading run, whose length follows from the step.
         room = (MAX_TOKEN_ID - tokens.start) // tokens.step if tokens.step > 0 else tokens.start // -tokens.step
         if not 0 <= tokens[-1] <= MAX_TOKEN_ID:
@@ -95,31 +83,15 @@ def _from_range(tokens: range) -> NDArray[np.int64]:
 def _from_torch(tokens: "torch.Tensor") -> NDArray[np.int64]:
     if str(tokens.dtype) not in _TORCH_INTEGERS:
         raise InvalidRequestError(f"tokens is a torch tensor of dtype {tokens.dtype}; {_ACCEPTED_ID}")
-    if tokens.is_meta or str(tokens.layout) != "torch.strided":
-        raise InvalidRequestError(
-            f"tokens is a torch tensor on device {tokens.device} with layout {tokens.layout}; "
-            "accepted: a dense tensor that has values"
-        )
-    return _from_numpy(tokens.detach().cpu().numpy(), source="torch tensor")
+    return _from_numpy(tensor_values(tokens, "tokens"), source="torch tensor")
 
 
 def _refuse_first_wrong(tokens: Sequence[object]) -> NoReturn:
     for position, value in enumerate(tokens):
-        _check_id(position, value)
+        token = integer_of(value)
+        if token is None or not 0 <= token <= MAX_TOKEN_ID:
+            _refuse_id(position, value)
     raise InvalidRequestError(f"tokens changed while they were read; {_ACCEPTED_ID}")
-
-
-def _check_id(position: int, value: object) -> None:
-    # `__index__` is how Python tells an integer from a number that happens to be whole; bools have it too.
-    is_bool = isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
-    if is_bool or not hasattr(value, "__index__"):
-        _refuse_id(position, value)
-    try:
-        number = value.__index__()
-    except TypeError:
-        _refuse_id(position, value)
-    if not 0 <= number <= MAX_TOKEN_ID:
-        _refuse_id(position, value)
 
 
 def _refuse_id(position: int, value: object) -> NoReturn:

@@ -21,7 +21,7 @@ PACKAGES = ("lmcache_ray", "cluster")
 LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("values", (
         "lmcache_ray.errors", "lmcache_ray.dtypes", "lmcache_ray.torch_dtypes", "lmcache_ray.layout",
-        "lmcache_ray.tokens", "lmcache_ray.chunking", "lmcache_ray.keys", "lmcache_ray.prompt",
+        "lmcache_ray.arrays", "lmcache_ray.tokens", "lmcache_ray.chunking", "lmcache_ray.keys", "lmcache_ray.prompt",
         "lmcache_ray.splitmix", "lmcache_ray.kv_layer_groups", "lmcache_ray.metadata", "lmcache_ray.shape_spec",
         "lmcache_ray.config", "lmcache_ray.config_compat", "lmcache_ray.config_fields",
         "lmcache_ray.config_sources", "lmcache_ray.config_spelling",
@@ -62,8 +62,8 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 PURE = (
     "lmcache_ray.index", "lmcache_ray.broadcast.tags", "lmcache_ray.broadcast.log", "lmcache_ray.errors",
-    "lmcache_ray.dtypes", "lmcache_ray.layout", "lmcache_ray.tokens", "lmcache_ray.chunking", "lmcache_ray.keys",
-    "lmcache_ray.prompt", "lmcache_ray.splitmix", "lmcache_ray.connector.base",
+    "lmcache_ray.dtypes", "lmcache_ray.layout", "lmcache_ray.arrays", "lmcache_ray.tokens", "lmcache_ray.chunking",
+    "lmcache_ray.keys", "lmcache_ray.prompt", "lmcache_ray.splitmix", "lmcache_ray.connector.base",
     "cluster.messages", "cluster.topology", "cluster.membership", "cluster.workload", "cluster.chat_workload",
     "cluster.expected_bytes", "cluster.report", "cluster.world", "cluster.requests",
 )

@@ -10,7 +10,13 @@ from lmcache_ray.chunking import chunk_spans, masked_start
 from lmcache_ray.errors import ConfigError, InvalidRequestError
 
 C = 4
-FORMS = [list, tuple, lambda flags: np.array(flags, dtype=bool), lambda flags: torch.tensor(flags, dtype=torch.bool)]
+FORMS = [
+    list,
+    tuple,
+    lambda flags: [np.bool_(flag) if position % 2 else flag for position, flag in enumerate(flags)],
+    lambda flags: np.array(flags, dtype=bool),
+    lambda flags: torch.tensor(flags, dtype=torch.bool),
+]
 
 
 @pytest.mark.parametrize(
@@ -91,6 +97,9 @@ def test_holes_and_wrong_lengths_are_refused(form, flags, message):
         (np.ones((2, 2), dtype=bool), r"shape \(2, 2\)"),
         (np.array(True), r"shape \(\)"),
         (torch.ones(4, dtype=torch.uint8), "torch.uint8"),
+        (torch.ones(4, dtype=torch.bool).to_sparse(), "mask is a torch tensor.*sparse_coo.*accepted: a dense"),
+        (torch.ones(4, dtype=torch.bool, device="meta"), "mask is a torch tensor on device meta"),
+        ([False, None, True, True], r"mask\[1\] is None"),
         ("TTTT", r"'TTTT' \(str\)"),
         (3, r"3 \(int\)"),
     ],

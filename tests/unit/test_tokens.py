@@ -8,6 +8,7 @@ import torch
 
 from lmcache_ray.errors import InvalidRequestError
 from lmcache_ray.tokens import token_ids
+from tests.unit.odd_tensors import memory_given_back
 
 IDS = [0, 1, 7, 31999, 2**31, 2**32 + 5, 2**63 - 1]
 SMALL = [0, 1, 2, 100]
@@ -80,6 +81,8 @@ def test_an_array_can_grow_while_its_ids_live():
         ([2**40, 3.5], 1, "3.5 (float)"),
         ([float("nan")], 0, "nan"),
         ([1, 0, True], 2, "True (bool)"),
+        ([0, 1, np.int64(1), True, -1], 3, "True (bool)"),
+        ([5, -1, True], 1, "-1"),
         ((3, False), 1, "False (bool)"),
         ([2**40, True], 1, "True (bool)"),
         ([3, np.True_], 1, repr(np.True_)),
@@ -124,9 +127,15 @@ def test_the_first_wrong_id_is_named(tokens, position, value):
         (torch.tensor([[1, 2]]), "(1, 2)"),
         (torch.empty(3, dtype=torch.int64, device="meta"), "meta"),
         (torch.tensor([1, 2]).to_sparse(), "torch.sparse_coo"),
+        (torch.nested.nested_tensor([torch.tensor([1]), torch.tensor([2, 3])], layout=torch.jagged), "torch.jagged"),
     ],
 )
 def test_a_wrong_container_is_named(tokens, named):
     with pytest.raises(InvalidRequestError, match="tokens is") as refused:
         token_ids(tokens)
     assert named in str(refused.value)
+
+
+def test_a_tensor_whose_memory_was_given_back_is_not_read():
+    with pytest.raises(InvalidRequestError, match="tokens is a torch tensor whose memory was given back"):
+        token_ids(memory_given_back(torch.tensor([1, 2])))
