@@ -17,11 +17,9 @@ import difflib
 import hashlib
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import islice
 from typing import Final, NamedTuple, TypeAlias
-
-import numpy as np
 
 from lmcache_ray.chunking import Span, chunk_spans
 from lmcache_ray.errors import ConfigError, InvalidRequestError, shown
@@ -30,7 +28,6 @@ from lmcache_ray.tokens import TokenSequence, token_ids
 KEY_FORMAT_VERSION: Final = 1
 KEY_NBYTES: Final = 32
 _END_OF_TOKENS: Final = b"\xff" * 8
-_TOKEN_NBYTES: Final = 8
 _MAX_POSITION: Final = 2**63 - 1
 
 FieldValue: TypeAlias = str | int | bytes | None
@@ -103,6 +100,16 @@ class RequestIdentity:
         media = _parse_media(values.get("media", ()))
         return cls(values.get("cache_salt"), values.get("lora_id"), media)  # type: ignore[arg-type]  # __post_init__ checks
 
+    def with_media(self, media: object, *, start: int) -> "RequestIdentity":
+        """This identity and further media spans, given as to `parse`, none of which begins before token `start`."""
+        spans = _parse_media(media)
+        for index, span in enumerate(spans):
+            if span.start < start:
+                raise InvalidRequestError(
+                    f"media[{index}] begins at token {span.start}; accepted: {start} and on, where the new tokens are"
+                )
+        return replace(self, media=(*self.media, *spans)) if spans else self
+
 
 _NO_IDENTITY: Final = RequestIdentity()
 
@@ -139,17 +146,29 @@ class ChunkHasher:
         """The span of every chunk that has a key, in order."""
         return chunk_spans(num_tokens, self.chunk_size, keep_partial=self.keep_partial)
 
-    def keys(self, tokens: TokenSequence, identity: RequestIdentity = _NO_IDENTITY) -> list[bytes]:
-        """One 32-byte key per span of ``spans(len(tokens))``. Raises `InvalidRequestError` as `token_ids` does."""
+    def keys(
+        self,
+        tokens: TokenSequence,
+        identity: RequestIdentity = _NO_IDENTITY,
+        *,
+        after: Sequence[bytes] = (),
+    ) -> list[bytes]:
+        """One 32-byte key per span of ``spans(len(tokens))``. Raises `InvalidRequestError` as `token_ids` does.
+
+        With `after`, the keys that the same identity gives to a prompt's leading full chunks, `tokens` are those that
+        follow these chunks, and have the keys that they would have in the whole prompt; nothing is hashed again.
+        """
         ids = token_ids(tokens)
-        raw = ids.view(np.uint8).data
-        digest = self._root(identity)
-        keys = []
-        for start, end in self.spans(len(ids)):
-            message = hashlib.sha256(digest)
-            message.update(raw[start * _TOKEN_NBYTES : end * _TOKEN_NBYTES])
-            if identity.media:
-                message.update(_media_suffix(identity.media, start, end))
+        end_of_chunks = len(ids) if self.keep_partial else len(ids) - len(ids) % self.chunk_size
+        chunked, base = ids[:end_of_chunks].data, len(after) * self.chunk_size
+        digest = _checked_key(after[-1], f"after[{len(after) - 1}]") if after else self._root(identity)
+        new_message, media, keys = hashlib.sha256().copy, identity.media, []
+        for start in range(0, end_of_chunks, self.chunk_size):
+            message = new_message()
+            message.update(digest)
+            message.update(chunked[start : start + self.chunk_size])
+            if media:
+                message.update(_media_suffix(media, base + start, base + min(start + self.chunk_size, end_of_chunks)))
             digest = message.digest()
             keys.append(digest)
         return keys
@@ -180,9 +199,7 @@ def checked_hashes(
         raise InvalidRequestError(f"{len(hashes)} hashes but {len(offsets)} offsets; accepted: one length per hash")
     seen: dict[bytes, int] = {}
     for index, key in enumerate(hashes):
-        if not _is_key(key):
-            raise InvalidRequestError(f"hashes[{index}] is {shown(key)}; accepted: bytes of length {KEY_NBYTES}")
-        if seen.setdefault(key, index) != index:
+        if seen.setdefault(_checked_key(key, f"hashes[{index}]"), index) != index:
             raise InvalidRequestError(f"hashes[{index}] equals hashes[{seen[key]}]; a prompt's keys all differ")
     last_partial = len(offsets) - 1 if keep_partial else None
     for index, length in enumerate(offsets):
@@ -247,8 +264,10 @@ def _parse_media(media: object) -> tuple[MediaSpan, ...]:
     return tuple(spans)
 
 
-def _is_key(value: object) -> bool:
-    return isinstance(value, bytes) and len(value) == KEY_NBYTES
+def _checked_key(key: object, name: str) -> bytes:
+    if not isinstance(key, bytes) or len(key) != KEY_NBYTES:
+        raise InvalidRequestError(f"{name} is {shown(key)}; accepted: bytes of length {KEY_NBYTES}")
+    return key
 
 
 def _is_int(value: object) -> bool:

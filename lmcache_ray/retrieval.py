@@ -75,7 +75,7 @@ class Delivery:
             if end <= call.start or end - call.start < self.min_tokens:
                 return delivered
             rows = call.prompt.rows(call.rows, range(first, first + len(refs)), start=call.start)
-            first_row = call.start - call.prompt.spans[first][0]
+            first_row = call.start - call.prompt.start_of(first)
             num_loaded = leading(read_chunks(source, refs, rows, call.connector, first_row=first_row))
             delivered[call.start : call.prompt.tokens_in(first + num_loaded)] = True
             return delivered

@@ -204,6 +204,37 @@ def test_a_prefix_has_the_keys_of_the_whole():
     assert _media_keys(*spans, tokens=TOKENS[: 2 * C]) == _media_keys(*spans)[:2]
 
 
+@given(st.data())
+def test_keys_after_the_first_chunks_are_those_of_the_whole(data):
+    tokens = data.draw(st.lists(st.integers(0, 2**63 - 1), max_size=6 * C))
+    num_known = data.draw(st.integers(0, len(tokens) // C))
+    spans = [(3, 4, "a"), (9, 5, "b"), (17, 1, "c")]
+    identity = RequestIdentity.parse(data.draw(st.sampled_from([None, {"lora_id": 3}, {"media": spans}])))
+    for keep_partial in (False, True):
+        hasher = ChunkHasher("llama", chunk_size=C, keep_partial=keep_partial)
+        whole = hasher.keys(tokens, identity)
+        assert hasher.keys(tokens[num_known * C :], identity, after=whole[:num_known]) == whole[num_known:]
+
+
+@pytest.mark.parametrize("wrong", [b"short", "b" * 32, None])
+def test_what_is_no_key_has_none_after_it(wrong):
+    with pytest.raises(InvalidRequestError, match=r"after\[1\] is .*accepted: bytes of length 32"):
+        HASHER.keys(TOKENS, after=[A, wrong])
+
+
+def test_media_can_be_added_behind_a_token():
+    identity = RequestIdentity.parse({"cache_salt": "s", "media": [(2, 3, "a")]})
+    more = identity.with_media([(5, 1, "b"), MediaSpan(9, 2, 7)], start=5)
+    assert more == RequestIdentity.parse({"cache_salt": "s", "media": [(2, 3, "a"), (5, 1, "b"), (9, 2, 7)]})
+    assert identity.with_media((), start=5) == identity
+    with pytest.raises(InvalidRequestError, match=r"media\[1\] begins at token 4; accepted: 5 and on"):
+        identity.with_media([(6, 1, "b"), (4, 1, "c")], start=5)
+    with pytest.raises(InvalidRequestError, match=r"media\[1\] begins at 4, before media\[0\] ends at 5"):
+        identity.with_media([(4, 1, "b")], start=4)
+    with pytest.raises(InvalidRequestError, match=r"media is 'abc' \(str\)"):
+        identity.with_media("abc", start=0)
+
+
 def test_media_between_borders_touches_only_what_it_overlaps():
     assert _media_keys((12, 5, "a")) == HASHER.keys(TOKENS)
     assert _media_keys((8, 4, "a"))[:2] == HASHER.keys(TOKENS)[:2]
