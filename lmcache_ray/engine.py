@@ -14,16 +14,15 @@ import torch
 from lmcache_ray.chunking import Mask, masked_start
 from lmcache_ray.clearing import ClearResult, names_cpu_tier
 from lmcache_ray.connector.base import KVConnector, SlotMapping, checked_slot_mapping
-from lmcache_ray.connector.paged import KVCaches, PagedConnector
+from lmcache_ray.connector.paged import KVCaches, PagedConnectors
 from lmcache_ray.errors import ClosedError, InvalidRequestError
 from lmcache_ray.index_service import IndexClient, LeaseNames
 from lmcache_ray.keys import ChunkHasher
 from lmcache_ray.layout import WorldLayout
 from lmcache_ray.metadata import LMCacheMetadata
-from lmcache_ray.prompt import Prompt, RequestConfigs, loadable_tokens, read_prompt
+from lmcache_ray.prompt import Prompt, RequestConfigs, Tokens, loadable_tokens, read_prompt
 from lmcache_ray.retrieval import Retrieval, RetrieveCall
 from lmcache_ray.shard import EngineShard
-from lmcache_ray.tokens import TokenSequence, token_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +46,15 @@ class EngineParts:
 
 
 class LMCacheEngine:
-    """The cache of one rank. Thread-safe; after `close` every call but `is_healthy` raises `ClosedError`."""
+    """The cache of one rank. Thread-safe; after `close` every call but `is_healthy` raises `ClosedError`.
+
+    Wherever a call takes `tokens`, a `Prompt` made of them before does as well, and saves hashing them again.
+    """
 
     def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
         self._layout = parts.layout.ranks[parts.metadata.worker_id]
+        self._paged = PagedConnectors(self._layout)
         self._closed = False
 
     @property
@@ -69,9 +72,17 @@ class LMCacheEngine:
         named = f" {self._parts.instance_id!r}" if self._parts.instance_id else ""
         return f"<{type(self).__name__}{named} rank {self.metadata.worker_id} of {self.metadata.world_size}, {state}>"
 
+    def prompt(self, tokens: Tokens, request_configs: RequestConfigs | None = None) -> Prompt:
+        """The prompt of these tokens, hashed once for any number of calls, and `extended` when it has grown.
+
+        It is good for every engine and cluster client of the same model and chunk size.
+        """
+        self._check_open()
+        return self._read(tokens, None, None, request_configs)
+
     def store(
         self,
-        tokens: TokenSequence | None = None,
+        tokens: Tokens | None = None,
         hashes: Sequence[bytes] | None = None,
         offsets: Sequence[int] | None = None,
         mask: Mask | None = None,
@@ -108,7 +119,7 @@ class LMCacheEngine:
 
     def retrieve(
         self,
-        tokens: TokenSequence,
+        tokens: Tokens,
         mask: Mask | None = None,
         *,
         kvcaches: KVCaches | None = None,
@@ -133,7 +144,7 @@ class LMCacheEngine:
 
     def lookup(
         self,
-        tokens: TokenSequence | None = None,
+        tokens: Tokens | None = None,
         hashes: Sequence[bytes] | None = None,
         offsets: Sequence[int] | None = None,
         search_range: Sequence[str] | None = None,
@@ -162,16 +173,16 @@ class LMCacheEngine:
         self._check_open()
         self._parts.index.release([self._parts.lease_names.for_lookup(lookup_id)])
 
-    def loadable(self, tokens: TokenSequence, num_computed: int, request_configs: RequestConfigs | None = None) -> int:
+    def loadable(self, tokens: Tokens, num_computed: int, request_configs: RequestConfigs | None = None) -> int:
         """Tokens that `retrieve` may still load when `num_computed` leading ones are there: never the whole prompt."""
-        ids = token_ids(tokens)
-        num_hits = self.lookup(ids, request_configs=request_configs)
-        num_loadable = loadable_tokens(num_hits, len(ids), num_computed)
+        prompt = self.prompt(tokens, request_configs)
+        num_hits = self.lookup(prompt)
+        num_loadable = loadable_tokens(num_hits, prompt.num_tokens, num_computed)
         return num_loadable if num_hits - num_computed >= self._parts.retrieval.min_tokens else 0
 
     def clear(
         self,
-        tokens: TokenSequence | None = None,
+        tokens: Tokens | None = None,
         locations: Sequence[str] | None = None,
         request_configs: RequestConfigs | None = None,
     ) -> ClearResult:
@@ -202,7 +213,7 @@ class LMCacheEngine:
 
     def _read_call(
         self,
-        tokens: TokenSequence,
+        tokens: Tokens,
         mask: Mask | None,
         kvcaches: KVCaches | None,
         slot_mapping: SlotMapping,
@@ -216,7 +227,7 @@ class LMCacheEngine:
 
     def _read(
         self,
-        tokens: TokenSequence | None,
+        tokens: Tokens | None,
         hashes: Sequence[bytes] | None,
         offsets: Sequence[int] | None,
         request_configs: RequestConfigs | None,
@@ -225,7 +236,7 @@ class LMCacheEngine:
 
     def _connect(self, kvcaches: KVCaches | None) -> KVConnector:
         if kvcaches is not None:
-            return PagedConnector(self._layout, kvcaches)
+            return self._paged.of(kvcaches)
         if self._parts.connector is None:
             raise InvalidRequestError("kvcaches is missing: one tensor per layer is needed")
         return self._parts.connector

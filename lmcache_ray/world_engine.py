@@ -5,7 +5,7 @@ at once, in threads, as separate processes would run it.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import reduce
@@ -18,8 +18,7 @@ from lmcache_ray.connector.base import SlotMapping
 from lmcache_ray.connector.paged import KVCaches
 from lmcache_ray.engine import EngineParts, LMCacheEngine
 from lmcache_ray.errors import InvalidRequestError
-from lmcache_ray.prompt import RequestConfigs
-from lmcache_ray.tokens import TokenSequence
+from lmcache_ray.prompt import RequestConfigs, Tokens
 
 Result = TypeVar("Result")
 
@@ -47,7 +46,7 @@ class WorldEngine(LMCacheEngine):
 
     def store(
         self,
-        tokens: TokenSequence | None = None,
+        tokens: Tokens | None = None,
         hashes: Sequence[bytes] | None = None,
         offsets: Sequence[int] | None = None,
         mask: Mask | None = None,
@@ -59,23 +58,17 @@ class WorldEngine(LMCacheEngine):
     ) -> int:
         """Store every rank's KV; returns the leading tokens READY when the last rank has ended."""
 
+        self._check_open()
+        prompt = self._read(tokens, hashes, offsets, request_configs)
+
         def on(engine: LMCacheEngine, caches: KVCaches) -> int:
-            return engine.store(
-                tokens,
-                hashes,
-                offsets,
-                mask,
-                kvcaches=caches,
-                slot_mapping=slot_mapping,
-                req_id=req_id,
-                request_configs=request_configs,
-            )
+            return engine.store(prompt, mask=mask, kvcaches=caches, slot_mapping=slot_mapping, req_id=req_id)
 
         return max(self._on_every_rank(on, kvcaches))
 
     def retrieve(
         self,
-        tokens: TokenSequence,
+        tokens: Tokens,
         mask: Mask | None = None,
         *,
         kvcaches: Sequence[KVCaches] | KVCaches | None = None,
@@ -85,15 +78,11 @@ class WorldEngine(LMCacheEngine):
     ) -> torch.Tensor:
         """Retrieve on every rank; True where the row is good on all of them."""
 
+        self._check_open()
+        prompt = self._read(tokens, None, None, request_configs)
+
         def on(engine: LMCacheEngine, caches: KVCaches) -> torch.Tensor:
-            return engine.retrieve(
-                tokens,
-                mask,
-                kvcaches=caches,
-                slot_mapping=slot_mapping,
-                req_id=req_id,
-                request_configs=request_configs,
-            )
+            return engine.retrieve(prompt, mask, kvcaches=caches, slot_mapping=slot_mapping, req_id=req_id)
 
         return reduce(torch.logical_and, self._on_every_rank(on, kvcaches))
 
@@ -127,11 +116,10 @@ class WorldEngine(LMCacheEngine):
     def _per_rank(self, kvcaches: Sequence[KVCaches] | KVCaches | None) -> list[KVCaches]:
         if kvcaches is None:
             return self._kv_caches
-        if len(self._engines) == 1 and (isinstance(kvcaches, dict) or all(map(torch.is_tensor, kvcaches))):
+        ranks, is_list = len(self._engines), isinstance(kvcaches, Sequence)
+        if ranks == 1 and (isinstance(kvcaches, Mapping) or (is_list and all(map(torch.is_tensor, kvcaches)))):
             return [kvcaches]  # type: ignore[list-item]  # checked just now
-        caches = list(kvcaches)
-        if len(caches) != len(self._engines) or any(map(torch.is_tensor, caches)):
-            raise InvalidRequestError(
-                f"kvcaches must be one list of tensors for each of {len(self._engines)} ranks; got {len(caches)} items"
-            )
-        return caches  # type: ignore[return-value]  # checked just now
+        if not is_list or len(kvcaches) != ranks or any(map(torch.is_tensor, kvcaches)):
+            got = f"{len(kvcaches)} items" if is_list else type(kvcaches).__name__
+            raise InvalidRequestError(f"kvcaches must be one list of tensors for each of {ranks} ranks; got {got}")
+        return list(kvcaches)  # type: ignore[arg-type]  # checked just now

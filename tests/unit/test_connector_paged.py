@@ -1,17 +1,21 @@
 """Rows of paged KV into a shard's bytes and back, against a plain loop over the documented layout."""
 
 import copy
+import weakref
+from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lmcache_ray.connector.paged import PagedConnector
+from lmcache_ray.connector.paged import PagedConnector, PagedConnectors
 from lmcache_ray.dtypes import KVDtype
 from lmcache_ray.errors import LayoutError
 from lmcache_ray.layout import RankLayout, ShardSpec
 from tests.unit.engine_builders import KV, make_kv, poison, random_rows, row_nbytes
+from tests.unit.odd_tensors import memory_given_back
 
 CHUNK = 8
 LAYOUT = RankLayout(
@@ -134,9 +138,89 @@ MLA = RankLayout(CHUNK, (ShardSpec((0,), range(0, 1), 4, KVDtype.FLOAT16, kv_siz
         (ONE, [torch.zeros(2, 0, 4, 2, 4).half()], "no rows"),
         (ONE, [torch.zeros(4, 2, 4, 2, 4).half().transpose(0, 1)], "not contiguous"),
         (ONE, [torch.zeros(2, 4, 4, 2, 4, device="meta").half()], "is on meta"),
+        (ONE, [torch.zeros(2, 4, 4, 2, 4).half().to_sparse()], r"kvcaches\[0\] is a torch.sparse_coo tensor"),
+        (ONE, [torch.nested.nested_tensor([torch.zeros(4).half()], layout=torch.jagged)], "is a nested tensor"),
+        (ONE, [torch._neg_view(torch.zeros(2, 4, 4, 2, 4).half())], r"kvcaches\[0\] cannot be read as plain memory"),
         (MLA, [torch.zeros(4, 4, 5).half()], r"or \[num_blocks, block_size, 4\]"),
     ],
 )
 def test_tensors_that_do_not_fit_name_the_layer(layout: RankLayout, kvcaches: object, named: str) -> None:
     with pytest.raises(LayoutError, match=named):
         PagedConnector(layout, kvcaches)  # type: ignore[arg-type]
+
+
+def test_tensors_without_memory_are_refused() -> None:
+    with FakeTensorMode():
+        only_a_shape = torch.zeros(2, 4, 4, 2, 4, dtype=torch.float16)
+    with pytest.raises(LayoutError, match=r"kvcaches\[0\] cannot be read as plain memory"):
+        PagedConnector(ONE, [only_a_shape])
+    with pytest.raises(LayoutError, match=r"kvcaches\[0\] has shape \[2, 4, 4, 2, 4\] but no memory any more"):
+        PagedConnector(ONE, [memory_given_back(torch.zeros(2, 4, 4, 2, 4).half())])
+
+
+def shard_of(connector: PagedConnector, layout: RankLayout = LAYOUT) -> bytes:
+    shard = np.zeros(layout.slot_nbytes, dtype=np.uint8)
+    connector.gather(shard, RUN)
+    return shard.tobytes()
+
+
+def test_the_same_tensors_in_the_same_memory_are_connected_once() -> None:
+    kv, connectors = make_kv(LAYOUT, 64, seed=3), PagedConnectors(LAYOUT)
+    first = connectors.of(kv)
+    for form in (kv, list(kv), tuple(kv), {f"z{9 - index}": tensor for index, tensor in enumerate(kv)}):
+        assert connectors.of(form) is first
+    kv[1].zero_()
+    assert shard_of(connectors.of(kv)) == shard_by_loop(LAYOUT, kv, RUN)
+
+
+def other_tensor(kv: KV, other: torch.Tensor) -> None:
+    kv[1] = other
+
+
+def other_memory(kv: KV, other: torch.Tensor) -> None:
+    kv[1].set_(other)
+
+
+def other_data(kv: KV, other: torch.Tensor) -> None:
+    kv[1].data = other
+
+
+@pytest.mark.parametrize("change", [other_tensor, other_memory, other_data])
+@pytest.mark.parametrize("num_rows", [64, 32])
+def test_a_layer_in_other_memory_is_connected_anew(change: Callable[[KV, torch.Tensor], None], num_rows: int) -> None:
+    kv, connectors = make_kv(LAYOUT, 64, seed=3), PagedConnectors(LAYOUT)
+    connectors.of(kv)
+    change(kv, make_kv(LAYOUT, num_rows, seed=4)[1])
+    assert connectors.of(kv).num_slots == num_rows
+    assert shard_of(connectors.of(kv)) == shard_by_loop(LAYOUT, kv, RUN)
+
+
+def test_a_layer_that_does_not_fit_any_more_is_refused_and_the_others_are_not() -> None:
+    (kept,), (kv,) = make_kv(ONE, 16, seed=3), make_kv(ONE, 16, seed=4)
+    connectors = PagedConnectors(ONE)
+    first = connectors.of([kept])
+    for wrong in ([], [kept, kept], [kept.float()], ["x"], [kept[:1]]):
+        with pytest.raises(LayoutError, match="kvcaches"):
+            connectors.of(wrong)  # type: ignore[arg-type]
+        assert connectors.of([kept]) is first
+    connectors.of([kv])
+    kv.transpose_(1, 2)  # of equal sizes: neither shape nor address tell
+    with pytest.raises(LayoutError, match=r"kvcaches\[0\] is not contiguous"):
+        connectors.of([kv])
+
+
+@pytest.mark.parametrize("gone", [0, 4])
+def test_connectors_keep_no_tensor_alive_and_go_with_the_first(gone: int) -> None:
+    kv, connectors = make_kv(LAYOUT, 64, seed=3), PagedConnectors(LAYOUT)
+    connector = weakref.ref(connectors.of(kv))
+    tensor = weakref.ref(kv[gone])
+    assert connector() is not None
+    del kv[gone]
+    assert tensor() is None and connector() is None
+
+
+def test_a_connector_in_use_outlives_the_tensors_it_was_built_of() -> None:
+    kv, connectors = make_kv(LAYOUT, 64, seed=3), PagedConnectors(LAYOUT)
+    connector, expected = connectors.of(kv), shard_by_loop(LAYOUT, kv, RUN)
+    kv.clear()
+    assert shard_of(connector) == expected

@@ -27,6 +27,9 @@ BAD_CALLS = [
     ({"slot_mapping": [*ROWS[:-1], 64]}, InvalidRequestError, r"slot_mapping\[7\] is 64.*0 to 63"),
     ({"slot_mapping": [*ROWS[:-1], 3]}, InvalidRequestError, r"slot_mapping\[7\] is 3, which an earlier"),
     ({"slot_mapping": None}, InvalidRequestError, "slot_mapping is missing"),
+    ({"slot_mapping": torch.tensor(ROWS).to_sparse()}, InvalidRequestError, "slot_mapping is a torch tensor.*sparse"),
+    ({"mask": torch.ones(8, dtype=torch.bool).to_sparse()}, InvalidRequestError, "mask is a torch tensor.*sparse"),
+    ({"kvcaches": [torch.zeros(2, 16, 4, 2, 4).half().to_sparse()] * 2}, LayoutError, r"kvcaches\[0\] is.*sparse"),
     ({"kvcaches": None}, InvalidRequestError, "kvcaches is missing"),
     ({"kvcaches": []}, LayoutError, "kvcaches has 0 layers.*has 2"),
     ({"kvcaches": [torch.zeros(2, 16, 4, 2, 4)] * 2}, LayoutError, r"kvcaches\[0\] has dtype torch.float32"),
@@ -86,6 +89,7 @@ def test_a_pin_needs_a_name(tmp_path: Path, lookup_id: object) -> None:
 CALLS: list[Callable[[LMCacheEngine, World], object]] = [
     lambda engine, world: engine.store(TOKENS, kvcaches=world.kvs[0], slot_mapping=ROWS),
     lambda engine, world: engine.retrieve(TOKENS, kvcaches=world.kvs[0], slot_mapping=ROWS),
+    lambda engine, world: engine.prompt(TOKENS),
     lambda engine, world: engine.lookup(TOKENS),
     lambda engine, world: engine.lookup_unpin("r"),
     lambda engine, world: engine.loadable(TOKENS, 0),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from lmcache_ray.errors import ClosedError, InvalidRequestError, LayoutError
 from lmcache_ray.world_engine import WorldEngine
@@ -69,12 +70,19 @@ def test_a_world_of_one_takes_its_tensors_as_they_are(tmp_path: Path) -> None:
             assert int(engine.retrieve(TOKENS, kvcaches=caches, slot_mapping=ROWS).sum()) == 12  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("wrong", ["one rank's tensors", "too few", "too many"])
+@pytest.mark.parametrize("wrong", ["one rank's tensors", "too few", "too many", "a mapping", "a tensor", "a number"])
 def test_kv_for_another_number_of_ranks(tmp_path: Path, wrong: str) -> None:
     with make_world(tmp_path, 2) as world, acting_for(world) as engine:
-        caches = {"one rank's tensors": world.kvs[0], "too few": world.kvs[:1], "too many": [*world.kvs, world.kvs[0]]}
-        with pytest.raises(InvalidRequestError, match="one list of tensors for each of 2 ranks"):
-            engine.store(TOKENS, kvcaches=caches[wrong], slot_mapping=ROWS)
+        caches: dict[str, object] = {
+            "one rank's tensors": world.kvs[0],
+            "too few": world.kvs[:1],
+            "too many": [*world.kvs, world.kvs[0]],
+            "a mapping": dict(enumerate(world.kvs)),
+            "a tensor": torch.stack(world.kvs[0]).to_sparse(),
+            "a number": 7,
+        }
+        with pytest.raises(InvalidRequestError, match=r"one list of tensors for each of 2 ranks; got \w+"):
+            engine.store(TOKENS, kvcaches=caches[wrong], slot_mapping=ROWS)  # type: ignore[arg-type]
         world.check_idle()
 
 
@@ -90,6 +98,21 @@ def test_a_bad_call_raises_once_and_leaves_the_world_in_step(tmp_path: Path, use
         assert rows_of(world.kvs[1], range(64)) == rows_of(before[1], range(64))
         for _ in range(2):
             assert int(engine.retrieve(TOKENS, slot_mapping=ROWS).sum()) == 12
+        world.check_idle()
+
+
+@pytest.mark.parametrize("use_mla", [False, True])
+def test_a_prompt_is_read_once_for_all_ranks(tmp_path: Path, use_mla: bool) -> None:
+    with make_world(tmp_path, 3, use_mla=use_mla) as world, acting_for(world) as engine:
+        salt = {"cache_salt": "s"}
+        prompt = engine.prompt(TOKENS, salt)
+        assert engine.store(hashes=list(prompt.keys), offsets=[4, 4, 4], slot_mapping=ROWS) == 12
+        assert engine.lookup(TOKENS, request_configs=salt) == 12 and engine.lookup(TOKENS) == 0
+        assert int(engine.retrieve(prompt, slot_mapping=ROWS).sum()) == 12
+        for call in (engine.store, engine.retrieve):
+            with pytest.raises(InvalidRequestError, match=r"tokens\[1\] is -1"):
+                call([0, -1], slot_mapping=[0, 1])
+        assert int(engine.retrieve(TOKENS, slot_mapping=ROWS, request_configs=salt).sum()) == 12
         world.check_idle()
 
 
