@@ -1,7 +1,7 @@
 """Running many requests as few batches: each answer in its place, each failure its own."""
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from lmcache_ray.errors import InvalidRequestError, LMCacheRayError, shown
 
@@ -11,7 +11,7 @@ from .requests import HasPrompt, Request
 Item = TypeVar("Item", bound=HasPrompt)
 Result = TypeVar("Result")
 
-_CHUNK_NBYTES = 64
+CHUNK_NBYTES: Final = 64
 """What a chunk adds to the largest message about it: key, slot, generation, and its run of KV rows."""
 
 
@@ -19,10 +19,13 @@ def each_item(
     requests: Sequence[Request],
     check: Callable[[Request], Item],
     run: Callable[[Sequence[Item]], Sequence[Result | Exception]],
+    *,
+    chunk_nbytes: int = CHUNK_NBYTES,
 ) -> list[Result | Exception]:
     """Check each request, run the good ones in batches that fit a message, and put every answer in its place.
 
-    A wrong request fails alone; an error of a whole batch is the answer of each of its items.
+    `chunk_nbytes` is what a chunk adds to the largest message. A wrong request fails alone; an error of a whole batch
+    is the answer of each of its items.
     """
     results: list[Result | Exception | None] = [None] * len(requests)
     good: list[tuple[int, Item]] = []
@@ -33,7 +36,7 @@ def each_item(
             good.append((position, check(request)))
         except (LMCacheRayError, TypeError) as error:
             results[position] = error
-    for batch in batches([len(item.prompt.keys) * _CHUNK_NBYTES for _, item in good]):
+    for batch in batches([len(item.prompt.keys) * chunk_nbytes for _, item in good]):
         part = [good[index] for index in batch]
         try:
             answers = run([item for _, item in part])

@@ -17,24 +17,16 @@ from typing import TYPE_CHECKING, TypeVar
 
 import ray
 
-from lmcache_ray.chunking import Mask
-from lmcache_ray.clearing import ClearResult, names_cpu_tier
 from lmcache_ray.config import LMCacheEngineConfig
-from lmcache_ray.connector.base import SlotMapping
-from lmcache_ray.errors import ClusterError, ClusterNotFoundError, InvalidRequestError, LMCacheRayError
+from lmcache_ray.errors import ClusterNotFoundError, LMCacheRayError
 from lmcache_ray.layout import ShardSpec
-from lmcache_ray.prompt import RequestConfigs
-from lmcache_ray.tokens import TokenSequence
 
-from .direct_path import DirectPath
+from .calls import ClusterCalls
 from .every_rank import check_every_rank, run_on_every_rank
 from .launch import ClusterActors, LaunchPlan, find, launch, take_down
 from .link import ClusterLink
-from .lookups import lookup_prompts
-from .messages import pack_keys
 from .ray_session import RaySession, alive_node_ids, join_session, open_session
-from .requests import Request, prompt_of
-from .row_calls import retrieve_rows, store_rows
+from .requests import Request
 from .topology import place_ranks
 from .world import ClusterStatus, RankStatus
 from .world_spec import kv_spec, world_spec
@@ -51,14 +43,13 @@ __all__ = ["CacheCluster", "ClusterStatus", "RankStatus", "Request"]
 Result = TypeVar("Result")
 
 
-class CacheCluster:
+class CacheCluster(ClusterCalls):
     """A connection to a cache cluster. Made by `start` or `connect`; a context manager."""
 
     def __init__(self, link: ClusterLink, session: RaySession, owned: ClusterActors | None) -> None:
-        self._link = link
+        super().__init__(link)
         self._session = session
         self._owned = owned
-        self._direct = DirectPath(link)
         if owned is not None or session.owns_ray:
             atexit.register(self.shutdown)  # before Ray's own: a driver that ends without `shutdown` leaves nothing
 
@@ -131,127 +122,6 @@ class CacheCluster:
             session.close()
             raise
 
-    # -- rows of the ranks' paged KV ----------------------------------------------------------------------------------
-
-    def store(
-        self,
-        tokens: TokenSequence,
-        slot_mapping: SlotMapping,
-        *,
-        mask: Mask | None = None,
-        req_id: str | None = None,
-        request_configs: RequestConfigs | None = None,
-    ) -> int:
-        """Every rank stores its rows of the chunks nobody has yet; the leading tokens READY at return."""
-        return _single(self.store_many([Request(tokens, slot_mapping, None, mask, 0, req_id, request_configs)]))
-
-    def retrieve(
-        self,
-        tokens: TokenSequence,
-        slot_mapping: SlotMapping,
-        *,
-        mask: Mask | None = None,
-        req_id: str | None = None,
-        request_configs: RequestConfigs | None = None,
-    ) -> "torch.Tensor":
-        """Every rank loads the cached prefix into its rows; bool ``[num_tokens]``, True where all ranks have it."""
-        return _single(self.retrieve_many([Request(tokens, slot_mapping, None, mask, 0, req_id, request_configs)]))
-
-    def store_many(self, requests: Sequence[Request]) -> list[int | Exception]:
-        """`store` of each request, in order; a request that failed has its exception in its place."""
-        self._link.check_open()
-        return store_rows(self._link, requests)
-
-    def retrieve_many(self, requests: Sequence[Request]) -> "list[torch.Tensor | Exception]":
-        """`retrieve` of each request, in order; a request that failed has its exception in its place."""
-        import torch
-
-        self._link.check_open()
-        masks = retrieve_rows(self._link, requests)
-        return [mask if isinstance(mask, Exception) else torch.from_numpy(mask) for mask in masks]
-
-    # -- the index ----------------------------------------------------------------------------------------------------
-
-    def lookup(
-        self,
-        tokens: TokenSequence,
-        *,
-        lookup_id: str | None = None,
-        pin: bool = False,
-        request_configs: RequestConfigs | None = None,
-    ) -> int:
-        """Leading tokens that every rank could load now; one message, whatever the number of ranks.
-
-        ``pin=True`` with a `lookup_id` keeps them loadable until `lookup_unpin` or the lease's expiry.
-        """
-        lease_id = self._link.lease_names.for_lookup(lookup_id) if pin else None
-        request = Request(tokens, request_configs=request_configs)
-        return _single(lookup_prompts(self._link, [request], lease_id=lease_id))
-
-    def lookup_many(self, requests: Sequence[Request]) -> list[int | Exception]:
-        """`lookup` of each request without a pin, in order."""
-        self._link.check_open()
-        return lookup_prompts(self._link, requests)
-
-    def lookup_unpin(self, lookup_id: str) -> None:
-        """End the lease of a pinned lookup; an unknown one is ignored."""
-        self._link.coordinator.complete([], [self._link.lease_names.for_lookup(lookup_id)])
-
-    def clear(
-        self,
-        tokens: TokenSequence | None = None,
-        *,
-        locations: Sequence[str] | None = None,
-        request_configs: RequestConfigs | None = None,
-    ) -> ClearResult:
-        """Forget the prompt's chunks, or everything without `tokens`, on every rank; leased chunks are kept."""
-        self._link.check_open()
-        if tokens is None and request_configs:
-            raise InvalidRequestError("request_configs say whose chunks of `tokens` to clear; no tokens were given")
-        keys = None if tokens is None else prompt_of(self._link.hasher, tokens, request_configs).keys
-        layout = self._link.world.layout
-        if not names_cpu_tier(locations, argument="locations"):
-            return ClearResult.nothing(layout)
-        return ClearResult.of_memory(self._link.coordinator.clear(None if keys is None else pack_keys(keys)), layout)
-
-    # -- the driver's own bytes ---------------------------------------------------------------------------------------
-
-    def put(
-        self,
-        tokens: TokenSequence,
-        shards: "Sequence[Sequence[torch.Tensor]]",
-        start: int = 0,
-        *,
-        request_configs: RequestConfigs | None = None,
-    ) -> int:
-        """Store the shards' rows, which are those of ``tokens[start:]``; the leading tokens READY at return.
-
-        ``shards[rank][group]`` is ``[kv_size, num_layers, num_tokens - start, hidden_dim]`` (MLA: ``shards[0]`` alone).
-        `start` is a multiple of the chunk size; nothing is stored if what stands before it is not cached.
-        """
-        return _single(self.put_many([Request(tokens, shards=shards, start=start, request_configs=request_configs)]))
-
-    def get(
-        self, tokens: TokenSequence, start: int = 0, *, request_configs: RequestConfigs | None = None
-    ) -> "tuple[int, list[list[torch.Tensor]]]":
-        """Copies of the cached rows ``[start, num_tokens)`` of every holder rank, as ``(num_tokens, shards)``.
-
-        `num_tokens` counts from 0; it is 0, and the shards are empty, if no row from `start` on is cached.
-        """
-        return _single(self.get_many([Request(tokens, start=start, request_configs=request_configs)]))
-
-    def put_many(self, requests: Sequence[Request]) -> list[int | Exception]:
-        """`put` of each request, in order."""
-        self._check_native()
-        return self._direct.put(requests)
-
-    def get_many(
-        self, requests: Sequence[Request]
-    ) -> "list[tuple[int, list[list[torch.Tensor]]] | Exception]":
-        """`get` of each request, in order."""
-        self._check_native()
-        return self._direct.get(requests)
-
     # -- the cluster itself -------------------------------------------------------------------------------------------
 
     def run_on_ranks(
@@ -310,18 +180,3 @@ class CacheCluster:
     def __repr__(self) -> str:
         world = self._link.world
         return f"<CacheCluster {world.name!r} in {world.namespace!r}, {world.layout.world_size} ranks>"
-
-    def _check_native(self) -> None:
-        self._link.check_open()
-        if ray.util.client.ray.is_connected():
-            raise ClusterError(
-                "put and get move bytes, which a Ray Client connection (ray://) is not fit for: run the driver on a "
-                "node of the cluster, for example as a Ray job"
-            )
-
-
-def _single(results: "Sequence[Result | Exception]") -> Result:
-    (result,) = results
-    if isinstance(result, Exception):
-        raise result
-    return result

@@ -40,6 +40,7 @@ from .messages import (
     unpack_keys,
 )
 from .open_plans import OpenPlans
+from .packed_calls import run_call
 from .rank_calls import RankCalls
 from .ray_calls import Actor
 from .world import ClusterStatus, TierStatus, WorldSpec, rank_status
@@ -77,6 +78,10 @@ class Coordinator:
         self._exchange = Exchange(f"{epoch}-{uuid.uuid4().hex}", world.layout.world_size, world.call_timeout_s)
         self._clients = Clients(self._forget_client)
         self._adopted: Introduction | None = None
+        self._index_calls = {
+            call.__name__: call
+            for call in (self.lookup, self.prepare_loads, self.prepare_stores, self.prepare_window, self.complete)
+        }
         self._house = Housekeeping(
             service=self._service,
             membership=self._membership,
@@ -151,6 +156,10 @@ class Coordinator:
     # -- index: plans and completions -------------------------------------------------------------------------------
 
     @ray.method(concurrency_group="index")
+    def decide(self, call: bytes) -> bytes:
+        """One of the calls below that ask the index, packed (see `packed_calls.py`)."""
+        return run_call(self._index_calls, call)
+
     def lookup(self, client: str, items: Sequence[LookupItem]) -> list[int]:
         """Leading READY chunks of each prompt."""
         if not self._membership.can_serve():
@@ -159,7 +168,6 @@ class Coordinator:
             self._service.lookup(unpack_keys(item.keys), client=client, lease_id=item.lease_id) for item in items
         ]
 
-    @ray.method(concurrency_group="index")
     def prepare_loads(self, client: str, items: Sequence[LoadItem]) -> list[PlannedLoad]:
         """Pin what each prompt can load, and say where it lies."""
         if not self._membership.can_serve():
@@ -173,7 +181,6 @@ class Coordinator:
             for item in items
         ]
 
-    @ray.method(concurrency_group="index")
     def prepare_stores(self, client: str, items: Sequence[StoreItem], direct: bool = False) -> list[PlannedStore]:
         """Reserve slots for what each prompt has that nobody has yet.
 
@@ -198,7 +205,6 @@ class Coordinator:
                     self._plans.open(plan, keys, writer)
         return [_packed_store(plan) for plan in plans]
 
-    @ray.method(concurrency_group="index")
     def prepare_window(
         self, client: str, prompts: Sequence[bytes], lease_ids: Sequence[str]
     ) -> list[tuple[PlannedLoad, PlannedStore]]:
@@ -216,7 +222,6 @@ class Coordinator:
                 self._plans.open(store, prompt_keys, None)
         return [(_packed_load(load), _packed_store(store)) for load, store in plans]
 
-    @ray.method(concurrency_group="index")
     def complete(self, stores: Sequence[StoreDone], releases: Sequence[str] = ()) -> list[int]:
         """Take acknowledgements in and end leases; answers, per store, its prompt's leading READY chunks.
 

@@ -18,6 +18,7 @@ from .messages import (
     StoreDone,
     StoreItem,
 )
+from .packed_calls import pack_call, unpack
 from .ray_calls import Actor, calling, wait_for
 from .world import ClusterStatus
 
@@ -62,19 +63,19 @@ class CoordinatorClient:
 
     def lookup(self, items: Sequence[LookupItem], *, timeout_s: float) -> list[int]:
         """Leading READY chunks of each prompt."""
-        answer: list[int] = self._ask("lookup", self._client, items, timeout_s=timeout_s)
+        answer: list[int] = self._decide("lookup", self._client, items, timeout_s=timeout_s)
         return answer
 
     def prepare_loads(self, items: Sequence[LoadItem], *, timeout_s: float | None = None) -> list[PlannedLoad]:
         """Pin what each prompt can load."""
-        answer: list[PlannedLoad] = self._ask("prepare_loads", self._client, items, timeout_s=timeout_s)
+        answer: list[PlannedLoad] = self._decide("prepare_loads", self._client, items, timeout_s=timeout_s)
         return answer
 
     def prepare_stores(
         self, items: Sequence[StoreItem], *, direct: bool = False, timeout_s: float | None = None
     ) -> list[PlannedStore]:
         """Reserve slots for what each prompt has that nobody has yet; `direct` if this process writes them itself."""
-        answer: list[PlannedStore] = self._ask(
+        answer: list[PlannedStore] = self._decide(
             "prepare_stores", self._client, items, direct, timeout_s=timeout_s
         )
         return answer
@@ -83,7 +84,7 @@ class CoordinatorClient:
         self, prompts: Sequence[bytes], lease_ids: Sequence[str]
     ) -> list[tuple[PlannedLoad, PlannedStore]]:
         """Plan load and store of the leading prompts that can be planned now."""
-        answer: list[tuple[PlannedLoad, PlannedStore]] = self._ask(
+        answer: list[tuple[PlannedLoad, PlannedStore]] = self._decide(
             "prepare_window", self._client, prompts, lease_ids
         )
         return answer
@@ -92,7 +93,7 @@ class CoordinatorClient:
         self, stores: Sequence[StoreDone], releases: Sequence[str] = (), *, timeout_s: float | None = None
     ) -> list[int]:
         """Report stores and end leases; per store its prompt's leading READY chunks."""
-        answer: list[int] = self._ask("complete", stores, releases, timeout_s=timeout_s)
+        answer: list[int] = self._decide("complete", stores, releases, timeout_s=timeout_s)
         return answer
 
     def clear(self, keys: bytes | None) -> ClearCounts:
@@ -124,8 +125,14 @@ class CoordinatorClient:
         """This rank's untagged calls are out of step."""
         self._ask("break_broadcasts", reason)
 
-    def _ask(self, method: str, *arguments: object, timeout_s: float | None = None) -> Any:
-        what = f"the coordinator ({method})"
+    def _decide(self, name: str, *arguments: object, timeout_s: float | None = None) -> Any:
+        """A call of the index, which is asked most often: packed, as that is fastest."""
+        return unpack(self._ask("decide", pack_call(name, *arguments), what=name, timeout_s=timeout_s))
+
+    def _ask(
+        self, method: str, *arguments: object, what: str | None = None, timeout_s: float | None = None
+    ) -> Any:
+        what = f"the coordinator ({what or method})"
         with calling(what):
             reference = getattr(self.actor, method).remote(*arguments)
         return wait_for(reference, timeout_s=self._timeout_s if timeout_s is None else timeout_s, what=what)

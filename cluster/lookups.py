@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lmcache_ray.errors import DeadlineError
+from lmcache_ray.keys import KEY_NBYTES
 from lmcache_ray.prompt import Prompt
 
 from .batching import each_item
@@ -23,19 +24,22 @@ class _Lookup:
 
 
 def lookup_prompts(
-    link: ClusterLink, requests: Sequence[Request], *, lease_id: str | None = None
+    link: ClusterLink, requests: Sequence[Request], *, lease_id: str | None = None, is_wanted: bool = True
 ) -> list[int | Exception]:
-    """Per request the leading tokens that every rank could load, pinned under `lease_id`, or why it failed."""
+    """Per request the leading tokens that every rank could load, pinned under `lease_id`, or why it failed.
+
+    Without `is_wanted` nothing is looked for, and so nothing found: a lease of that id ends.
+    """
 
     def check(request: Request) -> _Lookup:
-        return _Lookup(prompt_of(link.hasher, request.tokens, request.request_configs))
+        return _Lookup(prompt_of(link.hasher, request))
 
     def run(items: Sequence[_Lookup]) -> list[int]:
-        messages = [LookupItem(pack_keys(item.prompt.keys), lease_id) for item in items]
+        messages = [LookupItem(pack_keys(item.prompt.keys if is_wanted else ()), lease_id) for item in items]
         try:
             counts = link.coordinator.lookup(messages, timeout_s=link.world.lookup_timeout_s)
         except DeadlineError:
             counts = [0] * len(items)
         return [item.prompt.tokens_in(count) for item, count in zip(items, counts, strict=True)]
 
-    return each_item(requests, check, run)
+    return each_item(requests, check, run, chunk_nbytes=KEY_NBYTES)

@@ -10,7 +10,7 @@ from lmcache_ray.chunking import Mask, masked_start
 from lmcache_ray.connector.base import SlotMapping, checked_slot_mapping
 from lmcache_ray.errors import InvalidRequestError
 from lmcache_ray.keys import ChunkHasher
-from lmcache_ray.prompt import Prompt, RequestConfigs, read_prompt
+from lmcache_ray.prompt import Prompt, read_prompt
 from lmcache_ray.tokens import TokenSequence
 
 if TYPE_CHECKING:
@@ -21,16 +21,19 @@ if TYPE_CHECKING:
 class Request:
     """One item of a batch. store and retrieve need `slot_mapping`, put needs `shards`; `start` is for put and get.
 
+    The prompt is named by `tokens`, or by `hashes` and `offsets`: 32-byte chunk digests and the length of each chunk.
     `req_id` is carried for the caller: a retrieve pins what it reads by itself, with or without an earlier lookup.
     """
 
-    tokens: TokenSequence
+    tokens: TokenSequence | None = None
     slot_mapping: SlotMapping | None = None
     shards: "Sequence[Sequence[torch.Tensor]] | None" = None
     mask: Mask | None = None
     start: int = 0
     req_id: str | None = None
     request_configs: Mapping[str, object] | None = None
+    hashes: Sequence[bytes] | None = None
+    offsets: Sequence[int] | None = None
 
 
 class HasPrompt(Protocol):
@@ -61,7 +64,7 @@ class CheckedSpan:
 
 def check_rows(hasher: ChunkHasher, request: Request, *, num_kv_rows: int, aligned: bool) -> CheckedRows:
     """Raises `InvalidRequestError` naming the argument at fault; `aligned` as for `masked_start`."""
-    prompt = prompt_of(hasher, request.tokens, request.request_configs)
+    prompt = prompt_of(hasher, request)
     start = masked_start(request.mask, prompt.num_tokens, hasher.chunk_size, aligned=aligned)
     if request.slot_mapping is None:
         raise InvalidRequestError("slot_mapping is missing: one KV row per token is needed")
@@ -71,7 +74,7 @@ def check_rows(hasher: ChunkHasher, request: Request, *, num_kv_rows: int, align
 
 def check_span(hasher: ChunkHasher, request: Request, *, aligned: bool) -> CheckedSpan:
     """Raises `InvalidRequestError` if `start` is outside the prompt or, `aligned`, inside a chunk."""
-    prompt = prompt_of(hasher, request.tokens, request.request_configs)
+    prompt = prompt_of(hasher, request)
     start = request.start
     if type(start) is not int or not 0 <= start <= prompt.num_tokens:
         raise InvalidRequestError(f"start must be within 0 to {prompt.num_tokens} (the prompt); got {start!r}")
@@ -80,8 +83,14 @@ def check_span(hasher: ChunkHasher, request: Request, *, aligned: bool) -> Check
     return CheckedSpan(prompt, start)
 
 
-def prompt_of(hasher: ChunkHasher, tokens: TokenSequence, request_configs: RequestConfigs | None) -> Prompt:
+def prompt_of(hasher: ChunkHasher, request: Request) -> Prompt:
     """The prompt's chunks."""
-    if tokens is None:
-        raise InvalidRequestError("tokens is missing: the prompt's token ids are needed")
-    return read_prompt(hasher, tokens, request_configs=request_configs)
+    if request.tokens is None and request.hashes is None:
+        raise InvalidRequestError("tokens is missing: the prompt's token ids are needed, or `hashes` with `offsets`")
+    return read_prompt(
+        hasher,
+        request.tokens,
+        hashes=request.hashes,
+        offsets=request.offsets,
+        request_configs=request.request_configs,
+    )

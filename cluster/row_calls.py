@@ -32,6 +32,7 @@ from .messages import (
     unpack_flags,
     unpack_numbers,
 )
+from .packed_calls import pack, unpack
 from .ray_calls import Ref, calling, wait_for_rank
 from .requests import CheckedRows, HasPrompt, Request, check_rows
 
@@ -197,12 +198,12 @@ def _fan_out(
         try:
             with calling(f"rank {rank}"):
                 tasks, payload = (list(loads), None) if first_rank is None else first_rank.for_rank(rank, loads)
-                references[rank] = link.workers[rank].step.remote(tasks, list(stores), payload)
+                references[rank] = link.workers[rank].step.remote(pack((tasks, list(stores))), payload)
         except ClusterError:  # the message was not taken, so the rank does nothing
             results[rank] = nothing
     for rank, reference in references.items():
         try:
-            results[rank] = wait_for_rank(reference, timeout_s=deadline.remaining_s(), rank=rank)
+            results[rank] = unpack(wait_for_rank(reference, timeout_s=deadline.remaining_s(), rank=rank))
         except RankDiedError:
             results[rank] = nothing
         except RankUnavailableError:

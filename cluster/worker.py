@@ -16,7 +16,8 @@ import ray
 
 from lmcache_ray.errors import ClosedError, ClusterError
 
-from .messages import LoadTask, PackedRefs, Payload, RankHello, StepResult, StoreTask
+from .messages import LoadTask, PackedRefs, Payload, RankHello, StoreTask
+from .packed_calls import pack, unpack
 from .ray_calls import Actor
 from .topology import RankPlace
 from .world import WorldSpec
@@ -78,11 +79,10 @@ class RankWorker:
     # -- data ---------------------------------------------------------------------------------------------------------
 
     @ray.method(concurrency_group="data")
-    def step(
-        self, loads: Sequence[LoadTask], stores: Sequence[StoreTask], payload: Payload | None = None
-    ) -> StepResult:
-        """See `Rank.step`."""
-        return self._started().step(loads, stores, payload)
+    def step(self, packed: bytes, payload: Payload | None = None) -> bytes:
+        """See `Rank.step`: load and store tasks, and the result, packed."""
+        tasks: tuple[Sequence[LoadTask], Sequence[StoreTask]] = unpack(packed)
+        return pack(self._started().step(*tasks, payload))
 
     @ray.method(concurrency_group="data")
     def export(self, refs: PackedRefs) -> Payload:

@@ -38,7 +38,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("standalone", ("lmcache_ray.standalone",)),
     ("cluster: values and pure machines", (
         "cluster.messages", "cluster.topology", "cluster.membership", "cluster.workload", "cluster.chat_workload",
-        "cluster.expected_bytes", "cluster.report", "cluster.world", "cluster.requests",
+        "cluster.expected_bytes", "cluster.report", "cluster.world", "cluster.requests", "cluster.packed_calls",
     )),
     ("cluster: shared by its processes", (
         "cluster.deadline", "cluster.open_plans", "cluster.clients", "cluster.ray_calls", "cluster.introduction",
@@ -53,7 +53,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "cluster.link", "cluster.every_rank", "cluster.batching", "cluster.lookups", "cluster.row_calls",
         "cluster.direct_path",
     )),
-    ("cluster: client", ("cluster.client",)),
+    ("cluster: client", ("cluster.calls", "cluster.client")),
     ("cluster: commands", (
         "cluster.replay_rank", "cluster.replay", "cluster.replay_name", "cluster.tables", "cluster.cli",
         "cluster.commands", "cluster.__main__",
@@ -65,7 +65,7 @@ PURE = (
     "lmcache_ray.dtypes", "lmcache_ray.layout", "lmcache_ray.arrays", "lmcache_ray.tokens", "lmcache_ray.chunking",
     "lmcache_ray.keys", "lmcache_ray.prompt", "lmcache_ray.splitmix", "lmcache_ray.connector.base",
     "cluster.messages", "cluster.topology", "cluster.membership", "cluster.workload", "cluster.chat_workload",
-    "cluster.expected_bytes", "cluster.report", "cluster.world", "cluster.requests",
+    "cluster.expected_bytes", "cluster.report", "cluster.world", "cluster.requests", "cluster.packed_calls",
 )
 IMPURE_IMPORTS = frozenset((
     "asyncio", "concurrent", "ctypes", "datetime", "fcntl", "glob", "io", "logging", "mmap", "multiprocessing", "os",

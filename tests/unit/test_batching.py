@@ -39,4 +39,4 @@ def test_an_error_of_a_batch_is_the_answer_of_each_of_its_items() -> None:
 
 def test_missing_tokens_are_called_by_their_name() -> None:
     with pytest.raises(InvalidRequestError, match="tokens is missing"):
-        prompt_of(HASHER, None, None)  # type: ignore[arg-type]
+        prompt_of(HASHER, Request())

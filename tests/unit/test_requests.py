@@ -59,6 +59,34 @@ def test_the_start_of_a_put_is_a_chunk_border() -> None:
 
 
 def test_request_configs_change_the_prompts_keys() -> None:
-    plain = prompt_of(HASHER, [1, 2, 3, 4], None).keys
-    assert prompt_of(HASHER, [1, 2, 3, 4], {}).keys == plain
-    assert prompt_of(HASHER, [1, 2, 3, 4], {"cache_salt": "s"}).keys != plain
+    plain = prompt_of(HASHER, Request([1, 2, 3, 4])).keys
+    assert prompt_of(HASHER, Request([1, 2, 3, 4], request_configs={})).keys == plain
+    assert prompt_of(HASHER, Request([1, 2, 3, 4], request_configs={"cache_salt": "s"})).keys != plain
+
+
+def test_a_prompt_named_by_its_keys_is_the_same_as_by_its_tokens() -> None:
+    tokens = list(range(11))
+    keys = HASHER.keys(tokens)
+    by_keys = check_rows(
+        HASHER, Request(None, range(8), hashes=keys, offsets=[4, 4]), num_kv_rows=NUM_ROWS, aligned=True
+    )
+    by_tokens = check_rows(HASHER, Request(tokens[:8], range(8)), num_kv_rows=NUM_ROWS, aligned=True)
+    assert list(by_keys.prompt.keys) == list(by_tokens.prompt.keys) == list(keys)
+    assert by_keys.prompt.spans == by_tokens.prompt.spans
+    assert check_span(HASHER, Request(start=4, hashes=keys, offsets=[4, 4]), aligned=True).start == 4
+
+
+@pytest.mark.parametrize(
+    ("request_", "named"),
+    [
+        (Request(), "tokens is missing"),
+        (Request([1], hashes=[b"x" * 32], offsets=[4]), "exactly one of the two"),
+        (Request(hashes=[b"x" * 32]), "offsets is missing"),
+        (Request(hashes=[b"x" * 31], offsets=[4]), r"hashes\[0\]"),
+        (Request(hashes=[b"x" * 32], offsets=[3]), r"offsets\[0\] is 3"),
+        (Request(hashes=[b"x" * 32], offsets=[4], request_configs={"cache_salt": "s"}), "keys already"),
+    ],
+)
+def test_wrong_names_of_a_prompt_are_refused(request_: Request, named: str) -> None:
+    with pytest.raises(InvalidRequestError, match=named):
+        prompt_of(HASHER, request_)

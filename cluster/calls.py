@@ -1,0 +1,194 @@
+"""The calls of a cluster: store, retrieve, lookup, clear, put and get, singly and many at a time.
+
+Apart from `client.py`, which makes and ends connections; `CacheCluster` is both. A prompt is named by its tokens, or
+by `hashes` and `offsets`: the 32-byte digests and the lengths of its chunks, for callers who have them already.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+import ray
+
+from lmcache_ray.chunking import Mask
+from lmcache_ray.clearing import ClearResult, names_cpu_tier
+from lmcache_ray.connector.base import SlotMapping
+from lmcache_ray.errors import ClusterError, InvalidRequestError
+from lmcache_ray.prompt import RequestConfigs
+from lmcache_ray.tokens import TokenSequence
+
+from .direct_path import DirectPath
+from .link import ClusterLink
+from .lookups import lookup_prompts
+from .messages import pack_keys
+from .requests import Request, prompt_of
+from .row_calls import retrieve_rows, store_rows
+
+if TYPE_CHECKING:
+    import torch
+
+Result = TypeVar("Result")
+
+
+class ClusterCalls:
+    """What can be asked of a cluster over one link. Thread-safe."""
+
+    def __init__(self, link: ClusterLink) -> None:
+        self._link = link
+        self._direct = DirectPath(link)
+
+    # -- rows of the ranks' paged KV ----------------------------------------------------------------------------------
+
+    def store(
+        self,
+        tokens: TokenSequence | None = None,
+        slot_mapping: SlotMapping | None = None,
+        *,
+        hashes: Sequence[bytes] | None = None,
+        offsets: Sequence[int] | None = None,
+        mask: Mask | None = None,
+        req_id: str | None = None,
+        request_configs: RequestConfigs | None = None,
+    ) -> int:
+        """Every rank stores its rows of the chunks nobody has yet; the leading tokens READY at return."""
+        request = Request(tokens, slot_mapping, None, mask, 0, req_id, request_configs, hashes, offsets)
+        return _single(self.store_many([request]))
+
+    def retrieve(
+        self,
+        tokens: TokenSequence | None = None,
+        slot_mapping: SlotMapping | None = None,
+        *,
+        hashes: Sequence[bytes] | None = None,
+        offsets: Sequence[int] | None = None,
+        mask: Mask | None = None,
+        req_id: str | None = None,
+        request_configs: RequestConfigs | None = None,
+    ) -> "torch.Tensor":
+        """Every rank loads the cached prefix into its rows; bool ``[num_tokens]``, True where all ranks have it."""
+        request = Request(tokens, slot_mapping, None, mask, 0, req_id, request_configs, hashes, offsets)
+        return _single(self.retrieve_many([request]))
+
+    def store_many(self, requests: Sequence[Request]) -> list[int | Exception]:
+        """`store` of each request, in order; a request that failed has its exception in its place."""
+        self._link.check_open()
+        return store_rows(self._link, requests)
+
+    def retrieve_many(self, requests: Sequence[Request]) -> "list[torch.Tensor | Exception]":
+        """`retrieve` of each request, in order; a request that failed has its exception in its place."""
+        import torch
+
+        self._link.check_open()
+        masks = retrieve_rows(self._link, requests)
+        return [mask if isinstance(mask, Exception) else torch.from_numpy(mask) for mask in masks]
+
+    # -- the index ----------------------------------------------------------------------------------------------------
+
+    def lookup(
+        self,
+        tokens: TokenSequence | None = None,
+        hashes: Sequence[bytes] | None = None,
+        offsets: Sequence[int] | None = None,
+        search_range: Sequence[str] | None = None,
+        lookup_id: str | None = None,
+        pin: bool = False,
+        request_configs: RequestConfigs | None = None,
+    ) -> int:
+        """Leading tokens that every rank could load now; one message, whatever the number of ranks.
+
+        ``pin=True`` with a `lookup_id` keeps them loadable until `lookup_unpin` or the lease's expiry. `search_range`
+        names the tiers to look in. The arguments are those of `LMCacheEngine.lookup`.
+        """
+        lease_id = self._link.lease_names.for_lookup(lookup_id) if pin else None
+        request = Request(tokens, request_configs=request_configs, hashes=hashes, offsets=offsets)
+        is_wanted = names_cpu_tier(search_range, argument="search_range")
+        return _single(lookup_prompts(self._link, [request], lease_id=lease_id, is_wanted=is_wanted))
+
+    def lookup_many(self, requests: Sequence[Request]) -> list[int | Exception]:
+        """`lookup` of each request without a pin, in order."""
+        self._link.check_open()
+        return lookup_prompts(self._link, requests)
+
+    def lookup_unpin(self, lookup_id: str) -> None:
+        """End the lease of a pinned lookup; an unknown one is ignored."""
+        self._link.coordinator.complete([], [self._link.lease_names.for_lookup(lookup_id)])
+
+    def clear(
+        self,
+        tokens: TokenSequence | None = None,
+        *,
+        locations: Sequence[str] | None = None,
+        request_configs: RequestConfigs | None = None,
+    ) -> ClearResult:
+        """Forget the prompt's chunks, or everything without `tokens`, on every rank; leased chunks are kept."""
+        self._link.check_open()
+        if tokens is None and request_configs:
+            raise InvalidRequestError("request_configs say whose chunks of `tokens` to clear; no tokens were given")
+        request = Request(tokens, request_configs=request_configs)
+        keys = None if tokens is None else prompt_of(self._link.hasher, request).keys
+        layout = self._link.world.layout
+        if not names_cpu_tier(locations, argument="locations"):
+            return ClearResult.nothing(layout)
+        return ClearResult.of_memory(self._link.coordinator.clear(None if keys is None else pack_keys(keys)), layout)
+
+    # -- the driver's own bytes ---------------------------------------------------------------------------------------
+
+    def put(
+        self,
+        tokens: TokenSequence | None,
+        shards: "Sequence[Sequence[torch.Tensor]]",
+        start: int = 0,
+        *,
+        hashes: Sequence[bytes] | None = None,
+        offsets: Sequence[int] | None = None,
+        request_configs: RequestConfigs | None = None,
+    ) -> int:
+        """Store the shards' rows, which are those of ``tokens[start:]``; the leading tokens READY at return.
+
+        ``shards[rank][group]`` is ``[kv_size, num_layers, num_tokens - start, hidden_dim]`` (MLA: ``shards[0]`` alone).
+        `start` is a multiple of the chunk size; nothing is stored if what stands before it is not cached.
+        """
+        request = Request(tokens, None, shards, None, start, None, request_configs, hashes, offsets)
+        return _single(self.put_many([request]))
+
+    def get(
+        self,
+        tokens: TokenSequence | None = None,
+        start: int = 0,
+        *,
+        hashes: Sequence[bytes] | None = None,
+        offsets: Sequence[int] | None = None,
+        request_configs: RequestConfigs | None = None,
+    ) -> "tuple[int, list[list[torch.Tensor]]]":
+        """Copies of the cached rows ``[start, num_tokens)`` of every holder rank, as ``(num_tokens, shards)``.
+
+        `num_tokens` counts from 0; it is 0, and the shards are empty, if no row from `start` on is cached.
+        """
+        request = Request(tokens, None, None, None, start, None, request_configs, hashes, offsets)
+        return _single(self.get_many([request]))
+
+    def put_many(self, requests: Sequence[Request]) -> list[int | Exception]:
+        """`put` of each request, in order."""
+        self._check_native()
+        return self._direct.put(requests)
+
+    def get_many(
+        self, requests: Sequence[Request]
+    ) -> "list[tuple[int, list[list[torch.Tensor]]] | Exception]":
+        """`get` of each request, in order."""
+        self._check_native()
+        return self._direct.get(requests)
+
+    def _check_native(self) -> None:
+        self._link.check_open()
+        if ray.util.client.ray.is_connected():
+            raise ClusterError(
+                "put and get move bytes, which a Ray Client connection (ray://) is not fit for: run the driver on a "
+                "node of the cluster, for example as a Ray job"
+            )
+
+
+def _single(results: "Sequence[Result | Exception]") -> Result:
+    (result,) = results
+    if isinstance(result, Exception):
+        raise result
+    return result
