@@ -1,28 +1,27 @@
 """First in, first out: use does not matter."""
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+
+from lmcache_ray.index.slot_order import END, SlotOrder
 
 
 class FIFOPolicy:
     """An `EvictionPolicy`: the slot that was admitted first goes first."""
 
     def __init__(self) -> None:
-        # A plain dict keeps this order too, but finding its first entry slows down as entries before it are deleted.
-        self._order: OrderedDict[int, None] = OrderedDict()
+        self._order = SlotOrder()
 
     def admit(self, slots: Iterable[int]) -> None:
         """Each goes to the end of the queue."""
-        order = self._order
-        for slot in slots:
-            order[slot] = None
+        self._order.insert(list(slots), after=self._order.preceding[END])
 
     def touch(self, slots: Iterable[int]) -> None:
         """A use changes nothing."""
 
-    def remove(self, slot: int) -> None:
-        """Forget the slot."""
-        del self._order[slot]
+    def remove(self, slots: Iterable[int]) -> None:
+        """Forget the slots."""
+        for stretch in self._order.stretches(slots):
+            self._order.remove(stretch)
 
     def candidates(self) -> Iterator[int]:
         """First admitted first."""

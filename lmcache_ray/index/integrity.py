@@ -83,13 +83,13 @@ def _of_answers(table: SlotTable, ledger: WriteLedger) -> list[str]:
     """WRITING slots have an open plan and await somebody, QUARANTINED ones owe an answer, others owe nothing."""
     found = []
     for slot, state in enumerate(table.states):
-        owing, unjoined, plans = ledger.owing[slot], ledger.unjoined.get(slot, 0), ledger.plans_of[slot]
+        owing, unjoined, plans = ledger.owing.get(slot, 0), ledger.unjoined.get(slot, 0), ledger.plans_of.get(slot, ())
         if state == SlotState.WRITING:
             sound = bool(owing | unjoined) and not owing & unjoined and bool(plans)
         elif state == SlotState.QUARANTINED:
             sound = bool(owing) and not unjoined
         else:
-            sound = not owing and not unjoined and not plans
+            sound = slot not in ledger.owing and slot not in ledger.unjoined and slot not in ledger.plans_of
         if not sound:
             found.append(
                 f"slot {slot} is {SlotState(state).name} with answers owed by {owing:b}, not joined by {unjoined:b}, "
@@ -117,7 +117,7 @@ def _of_plans(table: SlotTable, ledger: WriteLedger) -> list[str]:
     for plan_id, clear in ledger.clears.items():
         owing = 0
         for _, slot, generation in clear.refs:
-            owing |= ledger.owing[slot] if table.generation_of[slot] == generation else 0
+            owing |= ledger.owing.get(slot, 0) if table.generation_of[slot] == generation else 0
         if owing & ~clear.owing or not clear.owing:
             found.append(f"clear plan {plan_id} awaits {clear.owing:b}, its slots {owing:b}")
     return found
@@ -126,7 +126,7 @@ def _of_plans(table: SlotTable, ledger: WriteLedger) -> list[str]:
 def _recount(plan: OpenStore, table: SlotTable, ledger: WriteLedger) -> tuple[int, int]:
     unanswered = undecided = 0
     for _, slot, generation in plan.refs:
-        plans = ledger.plans_of[slot]
+        plans = ledger.plans_of.get(slot, ())
         if plans and table.generation_of[slot] == generation:
             unanswered += (ledger.owing[slot] & plan.ranks).bit_count()
             undecided += table.states[slot] == SlotState.WRITING and plans[:1] == (plan,)

@@ -1,78 +1,77 @@
 """Least frequently used goes first; among equals, the least recently used.
 
-Slots of one use count share a bucket, in order of their last use. The buckets form a ring in order of their counts, so
-a use moves a slot to the neighbouring bucket, which takes the same time however many slots or counts there are.
+All slots stand in one order, those of equal use counts together, and of each count it is known which slot is the last.
+So a use moves a slot behind the last one of the next count, which takes the same time however many slots or counts
+there are.
 """
 
-from __future__ import annotations
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, repeat
 
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator
-
-
-class _Bucket:
-    """The slots used `count` times, between its neighbours in the ring. The ring's head has count 0 and no slots."""
-
-    __slots__ = ("count", "next", "previous", "slots")
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self.slots: OrderedDict[int, None] = OrderedDict()
-        self.previous = self
-        self.next = self
-
-    def next_count(self) -> _Bucket:
-        """The bucket of ``count + 1``, made if there is none."""
-        following = self.next
-        if following.count == self.count + 1:
-            return following
-        bucket = _Bucket(self.count + 1)
-        bucket.previous, bucket.next = self, following
-        self.next = following.previous = bucket
-        return bucket
-
-    def unlink(self) -> None:
-        """Leave the ring."""
-        self.previous.next, self.next.previous = self.next, self.previous
+from lmcache_ray.index.slot_order import END, SlotOrder
 
 
 class LFUPolicy:
     """An `EvictionPolicy`: the slot with the fewest uses since it was admitted goes first."""
 
     def __init__(self) -> None:
-        self._head = _Bucket(0)
-        self._bucket_of: dict[int, _Bucket] = {}
+        self._order = SlotOrder()
+        self._uses: array[int] = array("Q")
+        self._last_of: dict[int, int] = {}  # the last slot of each use count that some slot has
 
     def admit(self, slots: Iterable[int]) -> None:
         """Each has one use."""
-        bucket_of, once = self._bucket_of, None
-        for slot in slots:
-            once = once or self._head.next_count()  # made only when needed: an empty bucket has no place in the ring
-            once.slots[slot] = None
-            bucket_of[slot] = once
+        new = list(slots)
+        if not new:
+            return
+        self._order.insert(new, after=self._last_of.get(1, END))
+        self._uses.extend(repeat(0, self._order.capacity - len(self._uses)))
+        self._count(new, 1)
 
     def touch(self, slots: Iterable[int]) -> None:
         """Each gets one more use."""
-        bucket_of = self._bucket_of
-        for slot in slots:
-            bucket = bucket_of[slot]
-            following = bucket.next_count()
-            del bucket.slots[slot]
-            following.slots[slot] = None
-            bucket_of[slot] = following
-            if not bucket.slots:
-                bucket.unlink()
+        order, last_of = self._order, self._last_of
+        for equals, uses in self._stretches(slots):
+            before = self._leave(equals, uses)
+            last_of_fewer = last_of.get(uses, before)
+            order.move(equals, after=last_of.get(uses + 1, last_of_fewer))
+            self._count(equals, uses + 1)
 
-    def remove(self, slot: int) -> None:
-        """Forget the slot and its uses."""
-        bucket = self._bucket_of.pop(slot)
-        del bucket.slots[slot]
-        if not bucket.slots:
-            bucket.unlink()
+    def remove(self, slots: Iterable[int]) -> None:
+        """Forget the slots and their uses."""
+        for equals, uses in self._stretches(slots):
+            self._leave(equals, uses)
+            self._order.remove(equals)
 
     def candidates(self) -> Iterator[int]:
         """Fewest uses first, then least recently used first."""
-        bucket = self._head.next
-        while bucket is not self._head:
-            yield from bucket.slots
-            bucket = bucket.next
+        return iter(self._order)
+
+    def _stretches(self, slots: Iterable[int]) -> Iterator[tuple[list[int], int]]:
+        """Stretches of slots of equal use counts, and that count."""
+        uses_of = self._uses
+        for stretch in self._order.stretches(slots):
+            uses = uses_of[stretch[0]]
+            if uses == uses_of[stretch[-1]]:
+                yield stretch, uses
+                continue
+            for uses, equals in groupby(stretch, uses_of.__getitem__):
+                yield list(equals), uses
+
+    def _leave(self, equals: Sequence[int], uses: int) -> int:
+        """The stretch will not have this use count any more; answers the slot that stands before it."""
+        before = self._order.preceding[equals[0]]
+        if self._last_of[uses] == equals[-1]:
+            if before != END and self._uses[before] == uses:
+                self._last_of[uses] = before
+            else:
+                del self._last_of[uses]
+        return before
+
+    def _count(self, equals: Sequence[int], uses: int) -> None:
+        """The stretch, behind all others of this use count by now, has it from now on."""
+        self._last_of[uses] = equals[-1]
+        column = self._uses
+        for slot in equals:
+            column[slot] = uses

@@ -28,8 +28,8 @@ class EvictionPolicy(Protocol):
         """Note a use of admitted slots, one after the other."""
         ...
 
-    def remove(self, slot: int) -> None:
-        """Forget one admitted slot; KeyError if it is not admitted."""
+    def remove(self, slots: Iterable[int]) -> None:
+        """Forget slots; KeyError at the first that is not admitted, with those before it possibly forgotten."""
         ...
 
     def candidates(self) -> Iterator[int]:

@@ -56,7 +56,7 @@ class SlotTable:
         self.key_of: Final[list[bytes | None]] = [None] * capacity
         self.generation_of: Final = array("q", bytes(8 * capacity))
         self.slot_of: Final[dict[bytes, int]] = {}
-        self.free_slots: Final = list(range(capacity - 1, -1, -1))  # taken from the end: low numbers first
+        self.free_slots: Final = array("i", range(capacity - 1, -1, -1))  # taken from the end: low numbers first
         self.next_generation = (epoch << COUNTER_BITS) + 1
         self._end_of_generations = (epoch + 1) << COUNTER_BITS
 
@@ -99,7 +99,7 @@ class SlotTable:
         evicted = self._evict(victims)
         slot_of, key_of, generation_of, states = self.slot_of, self.key_of, self.generation_of, self.states
         first_kept = len(self.free_slots) - num_new
-        slots = self.free_slots[first_kept:]
+        slots = self.free_slots[first_kept:].tolist()
         slots.reverse()
         del self.free_slots[first_kept:]
         generations = range(self.next_generation, self.next_generation + num_new)
@@ -115,13 +115,13 @@ class SlotTable:
     def _evict(self, victims: Sequence[int]) -> tuple[ChunkRef, ...]:
         """READY to FREE. Nobody need be asked: whoever still reads such a slot notices its next generation."""
         evicted = self.refs(victims)
-        slot_of, key_of, states, remove = self.slot_of, self.key_of, self.states, self.policy.remove
+        slot_of, key_of, states = self.slot_of, self.key_of, self.states
         free = SlotState.FREE
         for key, slot, _ in evicted:
             del slot_of[key]
             key_of[slot] = None
             states[slot] = free
-            remove(slot)
+        self.policy.remove(victims)
         self.free_slots.extend(reversed(victims))
         return evicted
 
@@ -149,7 +149,7 @@ class SlotTable:
         key = self.key_of[slot]
         assert key is not None, f"slot {slot} holds no chunk"
         del self.slot_of[key]
-        self.policy.remove(slot)
+        self.policy.remove((slot,))
         self.states[slot] = SlotState.QUARANTINED
 
     def free(self, slot: int) -> None:

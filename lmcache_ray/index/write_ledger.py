@@ -50,9 +50,9 @@ class WriteLedger:
     def __init__(self, table: SlotTable, holders: Sequence[int], *, timeout_s: float, first_plan_id: int) -> None:
         self.bit_of: Final = {rank: 1 << index for index, rank in enumerate(holders)}
         self.everyone: Final = (1 << len(holders)) - 1
-        self.owing: Final = [0] * table.capacity
+        self.owing: Final[dict[int, int]] = {}
         self.unjoined: Final[dict[int, int]] = {}
-        self.plans_of: Final[list[tuple[OpenStore, ...]]] = [()] * table.capacity
+        self.plans_of: Final[dict[int, tuple[OpenStore, ...]]] = {}
         self.stores: Final[dict[int, OpenStore]] = {}
         self.clears: Final[dict[int, OpenClear]] = {}
         self._table: Final = table
@@ -79,11 +79,9 @@ class WriteLedger:
         plan = OpenStore(plan_id, client, ranks, refs, now + self._timeout_s, len(refs) * ranks.bit_count(), num_opened)
         self.stores[plan_id] = plan
         self._none_due_before = min(self._none_due_before, plan.deadline)
-        owing, plans_of, alone = self.owing, self.plans_of, (plan,)
-        for _, slot, _ in refs:
-            if slot not in joined:
-                owing[slot] = ranks
-                plans_of[slot] = alone
+        opened = [slot for _, slot, _ in refs if slot not in joined]
+        self.owing.update(dict.fromkeys(opened, ranks))
+        self.plans_of.update(dict.fromkeys(opened, (plan,)))
         if ranks != self.everyone:
             self._await_others(plan, joined)
 
@@ -123,8 +121,8 @@ class WriteLedger:
         num_owed = 0
         for position in positions:
             _, slot, generation = refs[position]
-            owed = owing[slot]
-            if not owed & bit or not plans_of[slot] or generation_of[slot] != generation:  # as in _writes
+            owed = owing.get(slot, 0)
+            if not owed & bit or slot not in plans_of or generation_of[slot] != generation:  # as in _writes
                 continue
             num_owed += 1
             owing[slot] = owed ^ bit
@@ -139,7 +137,8 @@ class WriteLedger:
             self._decide(slot)
         else:
             table.free(slot)
-        self.plans_of[slot] = ()
+        del self.owing[slot]
+        self.plans_of.pop(slot, None)
 
     def abort_store(self, plan_id: int) -> bool:
         """See `CacheIndex.abort_store`."""
@@ -157,11 +156,11 @@ class WriteLedger:
 
     def _owes(self, slot: int, generation: int, ranks: int) -> bool:
         """True if one of these ranks has still to write, or to clear, that use of the slot."""
-        return bool(self.owing[slot] & ranks) and self._table.generation_of[slot] == generation
+        return bool(self.owing.get(slot, 0) & ranks) and self._table.generation_of[slot] == generation
 
     def _writes(self, slot: int, generation: int, ranks: int) -> bool:
         """True if one of these ranks has still to write it. What a clear is owed, no store plan can answer."""
-        return bool(self.plans_of[slot]) and self._owes(slot, generation, ranks)
+        return slot in self.plans_of and self._owes(slot, generation, ranks)
 
     def _fail(self, slot: int, ranks: int) -> None:
         """These ranks will not commit the slot, and do not write it any more."""
@@ -228,10 +227,10 @@ class WriteLedger:
         current = [slot for _, slot, generation in refs if self._table.is_current(slot, generation)]
         num_settled = 0
         for slot in current:
-            if not self.owing[slot] & bit:
+            if not self.owing.get(slot, 0) & bit:
                 continue
             num_settled += 1
-            plans = self.plans_of[slot]
+            plans = self.plans_of.get(slot, ())
             self._fail(slot, bit)
             for plan in plans:
                 if plan.ranks & bit:

@@ -41,7 +41,7 @@ def test_a_prompt_given_tail_first_leaves_tail_first_after_any_number_of_uses(po
 def test_removal_forgets_the_slot_and_its_history(policy: EvictionPolicy) -> None:
     policy.admit([1, 2])
     policy.touch([1, 1, 1])
-    policy.remove(1)
+    policy.remove([1])
     assert list(policy.candidates()) == [2]
     policy.admit([1])
     assert list(policy.candidates()) == [2, 1]
@@ -49,19 +49,19 @@ def test_removal_forgets_the_slot_and_its_history(policy: EvictionPolicy) -> Non
 
 def test_removing_a_slot_that_is_not_admitted_is_a_key_error(policy: EvictionPolicy) -> None:
     with pytest.raises(KeyError):
-        policy.remove(1)
+        policy.remove([1])
     policy.admit([1])
-    policy.remove(1)
+    policy.remove([1])
     with pytest.raises(KeyError):
-        policy.remove(1)
+        policy.remove([1])
 
 
 def test_a_caller_may_stop_early_pass_over_slots_and_remove_afterwards(policy: EvictionPolicy) -> None:
     policy.admit(range(6))
     candidates: Iterator[int] = policy.candidates()
     taken = [next(candidates), next(candidates), next(candidates)]
-    policy.remove(taken[2])
-    policy.remove(taken[0])
+    policy.remove([taken[2]])
+    policy.remove([taken[0]])
     assert list(policy.candidates()) == [taken[1], 3, 4, 5]
 
 
@@ -89,7 +89,7 @@ def test_random_use_keeps_exactly_the_admitted_slots(policy: EvictionPolicy, see
             policy.touch(rng.choices(sorted(admitted), k=5))
         elif step == "remove" and admitted:
             slot = next(policy.candidates())
-            policy.remove(slot)
+            policy.remove([slot])
             admitted.remove(slot)
         order = list(policy.candidates())
         assert len(order) == len(admitted) and set(order) == admitted

@@ -37,7 +37,7 @@ DAMAGE: dict[str, tuple[Callable[[CacheIndex], object], str]] = {
     "free slot lost": (lambda index: index._table.free_slots.pop(), "is FREE but not listed"),
     "key map lost a key": (lambda index: index._table.slot_of.pop(b"b"), "slot 1 is READY but its key is mapped to N"),
     "two keys one slot": (lambda index: index._table.slot_of.__setitem__(b"z", 1), "key 7a is mapped to slot 1"),
-    "policy lost a slot": (lambda index: index._table.policy.remove(1), "slot 1 is in the map but not in the evict"),
+    "policy lost a slot": (lambda index: index._table.policy.remove([1]), "slot 1 is in the map but not in the evict"),
     "policy has a free slot": (lambda index: index._table.policy.admit([4]), "slot 4 is in the eviction order but not"),
     "generation used twice": (
         lambda index: index._table.generation_of.__setitem__(1, index._table.generation_of[0]),
@@ -69,7 +69,7 @@ def test_damage_is_found(index: CacheIndex, name: str) -> None:
 
 def test_all_contradictions_are_listed(index: CacheIndex) -> None:
     index._table.free_slots.append(4)
-    index._table.policy.remove(1)
+    index._table.policy.remove([1])
     with pytest.raises(IntegrityError, match=r"free list.*eviction order"):
         index.check_integrity()
 

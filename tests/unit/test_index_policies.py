@@ -39,7 +39,7 @@ def test_lfu_agrees_with_a_model_that_sorts() -> None:
             policy.admit([slot])
             uses[slot] = 1
         elif rng.random() < 0.2:
-            policy.remove(slot)
+            policy.remove([slot])
             del uses[slot]
             continue
         else:
