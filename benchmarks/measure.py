@@ -80,6 +80,13 @@ class Samples:
 
 
 @dataclass(frozen=True, slots=True)
+class TimedElsewhere:
+    """What a case returns that timed itself, in another process: this time counts, not that of asking for it."""
+
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Ratio:
     """How many times longer one case took than another: by the medians, and the spread of the ratios round by round."""
 
@@ -107,8 +114,8 @@ def interleaved(
     """Time every case once a round, so that whatever else the machine does hits all of them alike.
 
     Every second round runs backwards: no case always follows the same one. `before` names untimed preparations, run
-    each time just before the case of that name. The first `warmup` rounds are not counted. ValueError for no round, or
-    for a preparation of a case that there is not.
+    each time just before the case of that name. The first `warmup` rounds are not counted. A case that answers
+    `TimedElsewhere` took that time. ValueError for no round, or for a preparation of a case that there is not.
     """
     preparations = before or {}
     if rounds < 1 or warmup < 0:
@@ -128,8 +135,9 @@ def interleaved(
 
 def _timed(case: Case) -> float:
     begin = time.perf_counter()
-    case()
-    return time.perf_counter() - begin
+    answer = case()
+    time_s = time.perf_counter() - begin
+    return answer.time_s if isinstance(answer, TimedElsewhere) else time_s
 
 
 @dataclass(frozen=True, slots=True)
