@@ -1,0 +1,53 @@
+"""What runs inside the ranks' processes, called by name through `CacheCluster.run_on_ranks`.
+
+Apart from the parts, so that a rank imports this and nothing of the driver's.
+"""
+
+import hashlib
+import time
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from benchmarks.measure import Case
+from benchmarks.memory_copy import memory_copies
+from cluster.rank_start import RankContext
+
+
+@lru_cache(maxsize=1)
+def _copies_of(nbytes: int) -> dict[str, Case]:
+    """The two plain copies of this process, kept warm until another size is asked for."""
+    return memory_copies(nbytes)
+
+
+def memory_copy(context: RankContext, name: str, nbytes: int, begin_at: float) -> float:
+    """Copy `nbytes` once; the seconds that took. Begins at `begin_at` of the clock that all processes share, or now."""
+    copy = _copies_of(nbytes)[name]
+    while (wait_s := begin_at - time.perf_counter()) > 0:
+        time.sleep(wait_s)
+    begin = time.perf_counter()
+    copy()
+    return time.perf_counter() - begin
+
+
+def free_copies(context: RankContext) -> None:
+    """Give the memory of the plain copies back."""
+    _copies_of.cache_clear()
+
+
+def digest(context: RankContext, rows: np.ndarray) -> str:
+    """A digest of these rows of all layers of the rank's paged KV."""
+    found = hashlib.blake2b()
+    index = torch.from_numpy(rows)
+    for cache in context.kv_caches:
+        kv_size, num_blocks, block_size = cache.shape[:3]
+        found.update(cache.view(torch.uint8).view(kv_size, num_blocks * block_size, -1)[:, index].numpy())
+    return found.hexdigest()
+
+
+def copy_facts(context: RankContext) -> tuple[int, bool]:
+    """Threads of torch in this process, and whether rows are copied by the compiled means."""
+    from lmcache_ray.connector.row_copy import compiled_module
+
+    return torch.get_num_threads(), compiled_module() is not None
