@@ -1,0 +1,148 @@
+"""LMCache set up to run on the CPU: an engine of one rank, and a connector for paged KV in CPU memory.
+
+LMCache's own connectors for the CPU are one that moves nothing, which serves where bookkeeping alone is timed, and a
+torch routine that its accelerators fall back to. `TorchConnector` makes the copies of that routine without its detours,
+at twice its speed. Made for LMCache 0.5.6 in an environment of its own, see benchmarks/README.md.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+
+os.environ["LMCACHE_TRACK_USAGE"] = "false"  # both are read when LMCache is imported
+os.environ["LMCACHE_LOG_LEVEL"] = "ERROR"  # else every call formats and prints a line
+
+import torch
+from lmcache.v1.cache_engine import (  # type: ignore[import-not-found]
+    LMCacheEngine,
+    LMCacheEngineBuilder,
+)
+from lmcache.v1.config import LMCacheEngineConfig  # type: ignore[import-not-found]
+from lmcache.v1.gpu_connector.gpu_connectors import (  # type: ignore[import-not-found]
+    GPUConnectorInterface,
+)
+from lmcache.v1.gpu_connector.mock_gpu_connector import (  # type: ignore[import-not-found]
+    MockGPUConnector,
+)
+from lmcache.v1.memory_management import MemoryObj  # type: ignore[import-not-found]
+from lmcache.v1.metadata import LMCacheMetadata  # type: ignore[import-not-found]
+
+from benchmarks.workload import CHUNK_SIZE, MODEL_NAME, KVShape
+
+_GIB = 2**30
+
+CopyRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""``copy(paged, chunk, rows)`` between one layer's keys or values ``[num_rows, length]`` and their part of a chunk."""
+
+
+class TorchConnector(GPUConnectorInterface):  # type: ignore[misc]  # its base has no types
+    """Copies by torch, for each chunk, layer, and keys or values: slices if the rows are consecutive, else by index."""
+
+    def __init__(self, shape: KVShape) -> None:
+        self._row_length = shape.num_heads * shape.head_size
+
+    def batched_from_gpu(
+        self, memory_objs: Sequence[MemoryObj], starts: Sequence[int], ends: Sequence[int], **call: object
+    ) -> None:
+        self._copy_all(_gather, memory_objs, starts, ends, call)
+
+    def batched_to_gpu(
+        self, memory_objs: Sequence[MemoryObj], starts: Sequence[int], ends: Sequence[int], **call: object
+    ) -> None:
+        self._copy_all(_scatter, memory_objs, starts, ends, call)
+
+    def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **call: object) -> None:
+        self.batched_from_gpu([memory_obj], [start], [end], **call)
+
+    def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **call: object) -> None:
+        self.batched_to_gpu([memory_obj], [start], [end], **call)
+
+    def get_shape(self, num_tokens: int) -> torch.Size:
+        raise ValueError("get_shape: only LMCache's layerwise mode asks for it, which is not used here")
+
+    def _copy_all(
+        self,
+        copy: CopyRows,
+        memory_objs: Sequence[MemoryObj],
+        starts: Sequence[int],
+        ends: Sequence[int],
+        call: dict[str, object],
+    ) -> None:
+        kvcaches, slot_mapping = call["kvcaches"], call["slot_mapping"]
+        assert isinstance(kvcaches, list) and isinstance(slot_mapping, torch.Tensor)
+        layers = [cache.view(2, -1, self._row_length) for cache in kvcaches]
+        for memory_obj, start, end in zip(memory_objs, starts, ends, strict=True):
+            rows = slot_mapping[start:end]
+            for number, layer in enumerate(layers):
+                for kv in range(2):
+                    copy(layer[kv], memory_obj.tensor[kv, number], rows)
+
+
+def _gather(paged: torch.Tensor, chunk: torch.Tensor, rows: torch.Tensor) -> None:
+    run = _as_run(rows)
+    if run is None:
+        torch.index_select(paged, 0, rows, out=chunk)
+    else:
+        chunk.copy_(paged[run])
+
+
+def _scatter(paged: torch.Tensor, chunk: torch.Tensor, rows: torch.Tensor) -> None:
+    run = _as_run(rows)
+    if run is None:
+        paged.index_copy_(0, rows, chunk)
+    else:
+        paged[run].copy_(chunk)
+
+
+def _as_run(rows: torch.Tensor) -> slice | None:
+    first = int(rows[0])
+    return slice(first, first + len(rows)) if int(rows[-1]) - first == len(rows) - 1 else None
+
+
+def build_engine(
+    name: str,
+    shape: KVShape,
+    *,
+    pool_nbytes: int,
+    moves_bytes: bool = True,
+    world_size: int = 1,
+    worker_id: int = 0,
+) -> LMCacheEngine:
+    """LMCache's engine of one rank, with a pool in CPU memory; `name` tells the engines of a process apart."""
+    metadata = metadata_of(name, shape, world_size=world_size, worker_id=worker_id)
+    connector = TorchConnector(shape) if moves_bytes else MockGPUConnector(metadata.kv_shape)
+    engine = LMCacheEngineBuilder.get_or_create(
+        name, config_of(name, pool_nbytes), metadata, connector, _refuse_broadcast, _refuse_broadcast
+    )
+    engine.post_init()
+    return engine
+
+
+def close_engine(name: str) -> None:
+    """Without it LMCache's threads keep the process alive."""
+    LMCacheEngineBuilder.destroy(name)
+
+
+def config_of(name: str, pool_nbytes: int) -> LMCacheEngineConfig:
+    """LMCache's defaults but for the pool's size."""
+    return LMCacheEngineConfig.from_defaults(
+        chunk_size=CHUNK_SIZE, max_local_cpu_size=pool_nbytes / _GIB, lmcache_instance_id=name
+    )
+
+
+def metadata_of(name: str, shape: KVShape, *, world_size: int, worker_id: int) -> LMCacheMetadata:
+    """What LMCache knows of one rank; `name` is also the engine id by which lookup clients find their servers."""
+    return LMCacheMetadata(
+        model_name=MODEL_NAME,
+        world_size=world_size,
+        local_world_size=world_size,
+        worker_id=worker_id,
+        local_worker_id=worker_id,
+        kv_dtype=torch.bfloat16,
+        kv_shape=(shape.num_layers, 2, CHUNK_SIZE, shape.num_heads, shape.head_size),
+        chunk_size=CHUNK_SIZE,
+        engine_id=name,
+    )
+
+
+def _refuse_broadcast(*arguments: object) -> object:
+    raise ValueError("ranks with keys and values of their own broadcast nothing")
