@@ -7,6 +7,7 @@ at twice its speed. Made for LMCache 0.5.6 in an environment of its own, see ben
 
 import os
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 os.environ["LMCACHE_TRACK_USAGE"] = "false"  # both are read when LMCache is imported
 os.environ["LMCACHE_LOG_LEVEL"] = "ERROR"  # else every call formats and prints a line
@@ -23,6 +24,9 @@ from lmcache.v1.gpu_connector.gpu_connectors import (  # type: ignore[import-not
 from lmcache.v1.gpu_connector.mock_gpu_connector import (  # type: ignore[import-not-found]
     MockGPUConnector,
 )
+from lmcache.v1.lookup_client.factory import (  # type: ignore[import-not-found]
+    LookupClientFactory,
+)
 from lmcache.v1.memory_management import MemoryObj  # type: ignore[import-not-found]
 from lmcache.v1.metadata import LMCacheMetadata  # type: ignore[import-not-found]
 
@@ -32,6 +36,12 @@ _GIB = 2**30
 
 CopyRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 """``copy(paged, chunk, rows)`` between one layer's keys or values ``[num_rows, length]`` and their part of a chunk."""
+
+
+class Closable(Protocol):
+    """What has threads or sockets of LMCache's."""
+
+    def close(self) -> None: ...
 
 
 class TorchConnector(GPUConnectorInterface):  # type: ignore[misc]  # its base has no types
@@ -142,6 +152,29 @@ def metadata_of(name: str, shape: KVShape, *, world_size: int, worker_id: int) -
         chunk_size=CHUNK_SIZE,
         engine_id=name,
     )
+
+
+class LookupService:
+    """LMCache's lookup client for the ranks of one world, whose servers are found by the world's name."""
+
+    def __init__(self, name: str, shape: KVShape, *, world_size: int) -> None:
+        metadata = metadata_of(name, shape, world_size=world_size, worker_id=0)
+        self._client = LookupClientFactory.create_lookup_client(config_of(name, _GIB), metadata)
+
+    @staticmethod
+    def serve(engine: LMCacheEngine, name: str, shape: KVShape, *, world_size: int, worker_id: int) -> Closable:
+        """Start to answer for one rank, in a thread of this process, until it is closed."""
+        metadata = metadata_of(name, shape, world_size=world_size, worker_id=worker_id)
+        server: Closable = LookupClientFactory.create_lookup_server(engine, metadata)
+        return server
+
+    def lookup(self, tokens: list[int] | torch.Tensor) -> int:
+        """Tokens cached on every rank."""
+        found: int = self._client.lookup(tokens, lookup_id="prompt")
+        return found
+
+    def close(self) -> None:
+        self._client.close()
 
 
 def _refuse_broadcast(*arguments: object) -> object:
