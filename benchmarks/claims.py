@@ -1,6 +1,6 @@
-"""A promised number beside its bar: what every script answers first, and what the tables are made of. Pure."""
+"""A number beside its bar: what every script answers first, and what the tables are made of. Pure."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -20,7 +20,7 @@ class Bar(Enum):
 class Claim:
     """One number and its bar, in `unit` ("x" is a ratio). Half of the rounds lie between `low` and `high`.
 
-    `note` says what the name leaves open: sizes, what the ratio is of, why a number is not reached.
+    Without a `bar` nothing is promised. `note` says what the name leaves open: sizes, what the ratio is of.
     """
 
     name: str
@@ -29,12 +29,14 @@ class Claim:
     high: float
     unit: str
     side: Bar
-    bar: float
+    bar: float | None
     note: str = ""
 
     @property
-    def holds(self) -> bool:
-        """Whether the value reaches the bar."""
+    def holds(self) -> bool | None:
+        """Whether the value reaches the bar; None where there is none."""
+        if self.bar is None:
+            return None
         return self.value >= self.bar if self.side is Bar.AT_LEAST else self.value <= self.bar
 
     def to_json(self) -> dict[str, Json]:
@@ -54,11 +56,11 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """A bar that no number stands beside yet."""
+    """A bar, or None, that no number stands beside yet."""
 
     name: str
     side: Bar
-    bar: float
+    bar: float | None
     unit: str
     note: str = ""
 
@@ -100,15 +102,17 @@ def at_most(name: str, bar: float, unit: str = "ms", note: str = "") -> Promise:
     return Promise(name, Bar.AT_MOST, bar, unit, note)
 
 
+def beside(name: str, unit: str = "ms", note: str = "") -> Promise:
+    """A number that stands beside the promised ones and has no bar."""
+    return Promise(name, Bar.AT_MOST, None, unit, note)
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """What one part of a script found: its claims, and everything measured for them."""
 
     claims: Sequence[Claim]
     measured: dict[str, Json]
-
-
-MakePart = Callable[[], Part]
 
 
 def results_of(parts: dict[str, Part]) -> dict[str, Json]:

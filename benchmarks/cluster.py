@@ -16,17 +16,17 @@ from pathlib import Path
 if not __package__:  # run as a script
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-import torch  # noqa: E402
+import torch
 
-from benchmarks.claims import Part, results_of  # noqa: E402
-from benchmarks.cluster_parts.batches import measure_batches  # noqa: E402
-from benchmarks.cluster_parts.direct import measure_direct  # noqa: E402
-from benchmarks.cluster_parts.lookups import measure_lookups  # noqa: E402
-from benchmarks.cluster_parts.rows import measure_rows  # noqa: E402
-from benchmarks.cluster_parts.start import measure_start  # noqa: E402
-from benchmarks.cluster_parts.worlds import local_ray, per_rank_world, running  # noqa: E402
-from benchmarks.measure import begin_run, emit  # noqa: E402
-from benchmarks.workload import WIDE  # noqa: E402
+from benchmarks.claims import Part, results_of
+from benchmarks.cluster_parts.batches import measure_batches
+from benchmarks.cluster_parts.direct import measure_direct
+from benchmarks.cluster_parts.lookups import measure_lookups
+from benchmarks.cluster_parts.rows import measure_rows
+from benchmarks.cluster_parts.start import measure_start
+from benchmarks.cluster_parts.worlds import local_ray, per_rank_world, running
+from benchmarks.measure import begin_run, emit
+from benchmarks.workload import WIDE
 
 _MIB = 2**20
 

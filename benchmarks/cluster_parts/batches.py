@@ -61,7 +61,9 @@ class _Batch:
         first = range(self._number, self._number + self._rows.shape[1])
         self._number = first.stop
         prompts = [[number, *self._tail] for number in first]
-        self._stores, self._loads = ([Request(*pair) for pair in zip(prompts, rows, strict=True)] for rows in self._rows)
+        sources, targets = self._rows
+        self._stores = [Request(prompt, rows) for prompt, rows in zip(prompts, sources, strict=True)]
+        self._loads = [Request(prompt, rows) for prompt, rows in zip(prompts, targets, strict=True)]
 
     def store_if_missing(self) -> None:
         if sum(_good(self._cluster.lookup_many(self._stores))) < self._rows[0].size:

@@ -13,6 +13,7 @@ from benchmarks.measure import Case, Json, Samples, interleaved, progress, ratio
 from benchmarks.peers.child import PeerProcess
 from benchmarks.workload import CHUNK_SIZE, KVShape, tokens
 from cluster.client import CacheCluster
+from lmcache_ray.tokens import TokenSequence
 
 SMALL = KVShape(num_layers=2, num_heads=1, head_size=64)
 """KV of which a chunk takes 128 KiB a rank: a lookup moves none of it."""
@@ -56,7 +57,7 @@ def _cases(cluster: CacheCluster, num_tokens: int) -> dict[str, Case]:
     expect(cluster.store(prompt, np.arange(num_tokens)), num_tokens, "stored")
     keys = cluster.link.hasher.keys(prompt)
     lengths = [CHUNK_SIZE] * len(keys)
-    forms = {
+    forms: dict[str, TokenSequence] = {
         "array": array("I", prompt),
         "numpy": np.array(prompt),
         "tensor": torch.tensor(prompt),
@@ -103,8 +104,9 @@ def _claims(of_worlds: Mapping[int, Mapping[str, Samples]]) -> list[Claim]:
         for world_size, samples in of_worlds.items()
     ]
     if {1, 4} <= of_worlds.keys():
-        one, four = (_promise("keys", 0.3, size).of_excess(of_worlds[size]["keys"], of_worlds[size]["no_op"])
-                     for size in (1, 4))
+        one, four = (
+            _promise("keys", 0.3, size).of_excess(of_worlds[size]["keys"], of_worlds[size]["no_op"]) for size in (1, 4)
+        )
         claims.append(_FLAT.claim(four.value - one.value, four.low - one.high, four.high - one.low))
     return claims
 

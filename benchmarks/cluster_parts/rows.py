@@ -1,4 +1,4 @@
-"""Store and retrieve of the ranks' own paged KV, against memory copies of the same size in as many processes at once."""
+"""Store and retrieve of the ranks' paged KV, against memory copies of the same size in as many processes at once."""
 
 from collections.abc import Sequence
 from functools import partial

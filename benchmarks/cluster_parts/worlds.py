@@ -1,7 +1,6 @@
 """The clusters that are measured: started in one way, under names of their own, in one local Ray."""
 
 import os
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import ray
 
 from benchmarks.measure import Case, Json, TimedElsewhere, progress
 from benchmarks.workload import BLOCK_SIZE, CHUNK_SIZE, MODEL_NAME, KVShape
@@ -81,9 +81,18 @@ def running(world: World) -> Iterator[CacheCluster]:
 def concurrent_copy(cluster: CacheCluster, name: str, nbytes: int) -> Case:
     """A case: the plain copy `name` of `nbytes` in all ranks' processes at once; the slowest rank's time counts."""
 
+    return timed_in_ranks(cluster, "memory_copy", name, nbytes)
+
+
+def timed_in_ranks(cluster: CacheCluster, function: str, *arguments: object, lead_s: float = _LEAD_S) -> Case:
+    """A case: `function` of `rank_side.py`, begun in all ranks at once; the slowest rank's own time counts.
+
+    `lead_s` is how long the message, and what precedes the timing, may take to be ready in every rank.
+    """
+
     def run() -> TimedElsewhere:
-        begin_at = time.perf_counter() + _LEAD_S
-        return TimedElsewhere(max(cluster.run_on_ranks(f"{_RANK_SIDE}:memory_copy", name, nbytes, begin_at)))
+        begin_at = time.perf_counter() + lead_s
+        return TimedElsewhere(max(cluster.run_on_ranks(f"{_RANK_SIDE}:{function}", *arguments, begin_at)))
 
     return run
 
@@ -93,6 +102,11 @@ def fan_out_copy(cluster: CacheCluster, name: str, nbytes: int) -> Case:
     return lambda: cluster.run_on_ranks(f"{_RANK_SIDE}:memory_copy", name, nbytes, 0.0)
 
 
+def retrieve_in_ranks(cluster: CacheCluster, tokens: Sequence[int], rows: np.ndarray) -> list[int]:
+    """Every rank's own engine loads the prompt; the tokens that each loaded."""
+    return cluster.run_on_ranks(f"{_RANK_SIDE}:retrieve", list(tokens), rows)
+
+
 def free_copies(cluster: CacheCluster) -> None:
     """Give the plain copies' memory back in all ranks."""
     cluster.run_on_ranks(f"{_RANK_SIDE}:free_copies")
@@ -100,20 +114,28 @@ def free_copies(cluster: CacheCluster) -> None:
 
 def check_rows(cluster: CacheCluster, sources: np.ndarray, targets: np.ndarray) -> None:
     """RuntimeError unless every rank's KV rows `targets` are equal to its `sources`: what was timed did its work."""
-    for rank, (wanted, found) in enumerate(
-        zip(
-            cluster.run_on_ranks(f"{_RANK_SIDE}:digest", sources),
-            cluster.run_on_ranks(f"{_RANK_SIDE}:digest", targets),
-            strict=True,
-        )
-    ):
-        if wanted != found:
-            raise RuntimeError(f"rank {rank} got other bytes back than it had stored")
+    _check_same(_digests(cluster, sources), _digests(cluster, targets))
+
+
+def check_rows_of_first(cluster: CacheCluster, sources: np.ndarray, targets: np.ndarray) -> None:
+    """RuntimeError unless every rank's KV rows `targets` are equal to rank 0's `sources`."""
+    found = _digests(cluster, targets)
+    _check_same([_digests(cluster, sources)[0]] * len(found), found)
+
+
+def _digests(cluster: CacheCluster, rows: np.ndarray) -> list[str]:
+    return cluster.run_on_ranks(f"{_RANK_SIDE}:digest", rows)
+
+
+def _check_same(wanted: Sequence[str], found: Sequence[str]) -> None:
+    wrong = [rank for rank, pair in enumerate(zip(wanted, found, strict=True)) if pair[0] != pair[1]]
+    if wrong:
+        raise RuntimeError(f"ranks {wrong} got other bytes back than had been stored")
 
 
 def copy_facts(cluster: CacheCluster) -> dict[str, Json]:
     """How the ranks copy: threads of torch, and by which means rows."""
-    facts = cluster.run_on_ranks(f"{_RANK_SIDE}:copy_facts")
+    facts: list[tuple[int, bool]] = cluster.run_on_ranks(f"{_RANK_SIDE}:copy_facts")
     return {
         "torch_threads_per_rank": [threads for threads, _ in facts],
         "is_row_copy_compiled": all(is_compiled for _, is_compiled in facts),
@@ -122,10 +144,14 @@ def copy_facts(cluster: CacheCluster) -> dict[str, Json]:
 
 def no_op(cluster: CacheCluster) -> Case:
     """A case: a call of the coordinator that does nothing, over the handle that all calls use."""
-    import ray
-
     ping = cluster.link.coordinator.actor.ping
     return lambda: ray.get(ping.remote(), timeout=_TIMEOUT_S)
+
+
+def no_op_in_ranks(cluster: CacheCluster) -> Case:
+    """A case: a message to each rank that does nothing there."""
+    pings = [worker.ping for worker in cluster.link.workers]
+    return lambda: ray.get([ping.remote() for ping in pings], timeout=_TIMEOUT_S)
 
 
 def expect(found: int, wanted: int, what: str) -> None:
