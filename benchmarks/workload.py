@@ -65,10 +65,12 @@ def tokens(num_tokens: int, seed: int = 0) -> list[int]:
 
 
 def paged_kv(shape: KVShape, num_tokens: int) -> list[torch.Tensor]:
-    """Paged KV with room for source and target rows of a prompt: one tensor per layer, every page really there."""
+    """Paged KV with room for source and target rows of a prompt: one tensor of random bytes per layer."""
     num_blocks = 2 * num_tokens // BLOCK_SIZE
     dims = (2, num_blocks, BLOCK_SIZE, shape.num_heads, shape.head_size)
-    return [torch.full(dims, layer + 1, dtype=torch.bfloat16) for layer in range(shape.num_layers)]
+    generator = torch.Generator().manual_seed(3)
+    layers = [torch.empty(dims, dtype=torch.int16) for _ in range(shape.num_layers)]
+    return [layer.random_(generator=generator).view(torch.bfloat16) for layer in layers]
 
 
 def _shuffled(num_blocks: int, seed: int) -> torch.Tensor:
