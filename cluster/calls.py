@@ -5,7 +5,7 @@ by `hashes` and `offsets`: the 32-byte digests and the lengths of its chunks, fo
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar, overload
 
 import ray
 
@@ -13,18 +13,22 @@ from lmcache_ray.chunking import Mask
 from lmcache_ray.clearing import ClearResult, names_cpu_tier
 from lmcache_ray.connector.base import SlotMapping
 from lmcache_ray.errors import ClusterError, InvalidRequestError
-from lmcache_ray.prompt import RequestConfigs
-from lmcache_ray.tokens import TokenSequence
+from lmcache_ray.prompt import RequestConfigs, Tokens
 
-from .direct_path import DirectPath
+from .get_path import GetPath
 from .link import ClusterLink
+from .local_arenas import LocalArenas
 from .lookups import lookup_prompts
 from .messages import pack_keys
+from .put_path import PutPath
 from .requests import Request, prompt_of
 from .row_calls import retrieve_rows, store_rows
 
 if TYPE_CHECKING:
     import torch
+
+    from .get_path import Copies
+    from .views import CachedViews
 
 Result = TypeVar("Result")
 
@@ -34,13 +38,15 @@ class ClusterCalls:
 
     def __init__(self, link: ClusterLink) -> None:
         self._link = link
-        self._direct = DirectPath(link)
+        self._arenas = LocalArenas(link)
+        self._put_path = PutPath(link, self._arenas)
+        self._get_path = GetPath(link, self._arenas)
 
     # -- rows of the ranks' paged KV ----------------------------------------------------------------------------------
 
     def store(
         self,
-        tokens: TokenSequence | None = None,
+        tokens: Tokens | None = None,
         slot_mapping: SlotMapping | None = None,
         *,
         hashes: Sequence[bytes] | None = None,
@@ -55,7 +61,7 @@ class ClusterCalls:
 
     def retrieve(
         self,
-        tokens: TokenSequence | None = None,
+        tokens: Tokens | None = None,
         slot_mapping: SlotMapping | None = None,
         *,
         hashes: Sequence[bytes] | None = None,
@@ -85,7 +91,7 @@ class ClusterCalls:
 
     def lookup(
         self,
-        tokens: TokenSequence | None = None,
+        tokens: Tokens | None = None,
         hashes: Sequence[bytes] | None = None,
         offsets: Sequence[int] | None = None,
         search_range: Sequence[str] | None = None,
@@ -114,7 +120,7 @@ class ClusterCalls:
 
     def clear(
         self,
-        tokens: TokenSequence | None = None,
+        tokens: Tokens | None = None,
         *,
         locations: Sequence[str] | None = None,
         request_configs: RequestConfigs | None = None,
@@ -134,7 +140,7 @@ class ClusterCalls:
 
     def put(
         self,
-        tokens: TokenSequence | None,
+        tokens: Tokens | None,
         shards: "Sequence[Sequence[torch.Tensor]]",
         start: int = 0,
         *,
@@ -150,33 +156,70 @@ class ClusterCalls:
         request = Request(tokens, None, shards, None, start, None, request_configs, hashes, offsets)
         return _single(self.put_many([request]))
 
+    @overload
     def get(
         self,
-        tokens: TokenSequence | None = None,
+        tokens: Tokens | None = None,
         start: int = 0,
         *,
+        views: Literal[False] = False,
         hashes: Sequence[bytes] | None = None,
         offsets: Sequence[int] | None = None,
         request_configs: RequestConfigs | None = None,
-    ) -> "tuple[int, list[list[torch.Tensor]]]":
-        """Copies of the cached rows ``[start, num_tokens)`` of every holder rank, as ``(num_tokens, shards)``.
+    ) -> "Copies": ...
 
-        `num_tokens` counts from 0; it is 0, and the shards are empty, if no row from `start` on is cached.
+    @overload
+    def get(
+        self,
+        tokens: Tokens | None = None,
+        start: int = 0,
+        *,
+        views: Literal[True],
+        hashes: Sequence[bytes] | None = None,
+        offsets: Sequence[int] | None = None,
+        request_configs: RequestConfigs | None = None,
+    ) -> "CachedViews": ...
+
+    def get(
+        self,
+        tokens: Tokens | None = None,
+        start: int = 0,
+        *,
+        views: bool = False,
+        hashes: Sequence[bytes] | None = None,
+        offsets: Sequence[int] | None = None,
+        request_configs: RequestConfigs | None = None,
+    ) -> "Copies | CachedViews":
+        """The cached rows ``[start, num_tokens)`` of every holder rank, as ``(num_tokens, shards)``.
+
+        ``shards[rank][group]`` is a tensor ``[kv_size, num_layers, rows, hidden_dim]``, a copy. `num_tokens` counts
+        from 0; it is 0, and the shards are empty, if no row from `start` on is cached.
+
+        With `views` no byte is copied: ``shards[rank][group]`` is a list of tensors, one per chunk, over the memory
+        of the cache itself. The answer is to be closed, or used as a context manager: see `CachedViews`.
         """
         request = Request(tokens, None, None, None, start, None, request_configs, hashes, offsets)
+        if views:
+            return _single(self.get_many([request], views=True))
         return _single(self.get_many([request]))
 
     def put_many(self, requests: Sequence[Request]) -> list[int | Exception]:
         """`put` of each request, in order."""
         self._check_native()
-        return self._direct.put(requests)
+        return self._put_path.put(requests)
+
+    @overload
+    def get_many(self, requests: Sequence[Request], *, views: Literal[False] = False) -> "list[Copies | Exception]": ...
+
+    @overload
+    def get_many(self, requests: Sequence[Request], *, views: Literal[True]) -> "list[CachedViews | Exception]": ...
 
     def get_many(
-        self, requests: Sequence[Request]
-    ) -> "list[tuple[int, list[list[torch.Tensor]]] | Exception]":
+        self, requests: Sequence[Request], *, views: bool = False
+    ) -> "list[Copies | Exception] | list[CachedViews | Exception]":
         """`get` of each request, in order."""
         self._check_native()
-        return self._direct.get(requests)
+        return self._get_path.view(requests) if views else self._get_path.get(requests)
 
     def _check_native(self) -> None:
         self._link.check_open()

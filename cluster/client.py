@@ -160,7 +160,8 @@ class CacheCluster(ClusterCalls):
     def shutdown(self) -> None:
         """Leave; end the cluster if this driver owns it, and Ray if it was started here. Idempotent."""
         atexit.unregister(self.shutdown)
-        is_idle = self._direct.close(timeout_s=self._link.world.call_timeout_s)
+        is_idle = self._arenas.close(timeout_s=self._link.world.call_timeout_s)
+        self._get_path.close()
         self._link.close(is_idle=is_idle)
         owned, self._owned = self._owned, None
         if not ray.is_initialized():

@@ -116,6 +116,7 @@ class Coordinator:
         """All that is known of the world now."""
         with self._service.at_now() as (index, _):
             counts = index.counts()
+            view_leases, viewed_slots = index.kept()
         used = counts.capacity - counts.free
         return ClusterStatus(
             name=self._world.name,
@@ -124,6 +125,8 @@ class Coordinator:
             coordinator_pid=os.getpid(),
             tiers={"cpu": TierStatus(counts.ready, counts.writing, counts.quarantined, counts.free, counts.capacity)},
             leases=counts.leases,
+            view_leases=view_leases,
+            viewed_slots=viewed_slots,
             clients=len(self._clients),
             problems=(*self._membership.problems(), *self._house.faults.values()),
             ranks=tuple(
@@ -172,14 +175,18 @@ class Coordinator:
         """Pin what each prompt can load, and say where it lies."""
         if not self._membership.can_serve():
             return [PlannedLoad(item.start, _NO_REFS) for item in items]
-        return [
-            _packed_load(
-                self._service.prepare_load(
-                    unpack_keys(item.keys), client=client, start=item.start, lease_ids=item.lease_ids
-                )
-            )
-            for item in items
-        ]
+        if not any(item.keep for item in items):
+            return [self._prepare_load(client, item, may_keep=False) for item in items]
+        with self._clients.while_known(client) as is_known:  # a lease kept for nobody would never end
+            return [self._prepare_load(client, item, may_keep=is_known) for item in items]
+
+    def _prepare_load(self, client: str, item: LoadItem, *, may_keep: bool) -> PlannedLoad:
+        plan = self._service.prepare_load(
+            unpack_keys(item.keys), client=client, start=item.start, lease_ids=item.lease_ids
+        )
+        asked = item.keep and may_keep and bool(plan.refs)
+        is_kept = asked and self._service.keep(plan.lease_id, max_slots=self._world.max_viewed_slots)
+        return _packed_load(plan, is_kept=is_kept)
 
     def prepare_stores(self, client: str, items: Sequence[StoreItem], direct: bool = False) -> list[PlannedStore]:
         """Reserve slots for what each prompt has that nobody has yet.
@@ -272,8 +279,8 @@ class Coordinator:
         self._plans.forget_writer(client_id)
 
 
-def _packed_load(plan: LoadPlan) -> PlannedLoad:
-    return PlannedLoad(plan.start, PackedRefs.pack(plan.refs))
+def _packed_load(plan: LoadPlan, *, is_kept: bool = False) -> PlannedLoad:
+    return PlannedLoad(plan.start, PackedRefs.pack(plan.refs), is_kept)
 
 
 def _packed_store(plan: StorePlan) -> PlannedStore:

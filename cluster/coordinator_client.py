@@ -96,6 +96,11 @@ class CoordinatorClient:
         answer: list[int] = self._decide("complete", stores, releases, timeout_s=timeout_s)
         return answer
 
+    def release_soon(self, lease_ids: Sequence[str]) -> None:
+        """End leases without waiting for it to happen. Raises `ClusterError` if the message is not taken."""
+        with calling("the coordinator (complete)"):
+            self.actor.decide.remote(pack_call("complete", [], lease_ids))
+
     def clear(self, keys: bytes | None) -> ClearCounts:
         """Forget chunks; None is all."""
         answer: ClearCounts = self._ask("clear", keys)

@@ -7,6 +7,8 @@ end, so that its leases and half-written slots are given back then.
 import os
 import time
 import uuid
+from collections import deque
+from contextlib import suppress
 from typing import Final
 
 import ray
@@ -33,6 +35,7 @@ class ClusterLink:
         """Raises `ClusterError` or `DeadlineError` if the cluster does not answer, or is never done starting."""
         self.client_id = f"client-{os.getpid()}-{uuid.uuid4().hex[:12]}"
         self._closed = False
+        self._abandoned: deque[str] = deque()
         introduction = _introduction(coordinator, self.client_id)
         self.world = introduction.world
         self.workers = introduction.workers
@@ -49,7 +52,22 @@ class ClusterLink:
     def coordinator(self) -> CoordinatorClient:
         """The coordinator. Raises `ClosedError` after `close`."""
         self.check_open()
+        if self._abandoned:
+            self._release_abandoned()
         return self._coordinator
+
+    def release(self, lease_id: str) -> None:
+        """End a lease now; where the cluster cannot be reached, with the next call. Never fails."""
+        if self._closed or not ray.is_initialized():
+            return  # it has ended with the client
+        try:
+            self.coordinator.complete([], [lease_id])
+        except LMCacheRayError:
+            self.abandon(lease_id)
+
+    def abandon(self, lease_id: str) -> None:
+        """Let a lease end with the next call of this link. Makes no call itself, so that a finalizer may say it."""
+        self._abandoned.append(lease_id)
 
     @property
     def num_kv_rows(self) -> int:
@@ -86,6 +104,17 @@ class ClusterLink:
         finally:
             if self._liveness is not None:
                 self._liveness.close()
+
+    def _release_abandoned(self) -> None:
+        """One message for all; nobody waits for it."""
+        lease_ids = []
+        while self._abandoned:
+            with suppress(IndexError):  # another thread took the last
+                lease_ids.append(self._abandoned.popleft())
+        try:
+            self._coordinator.release_soon(lease_ids)
+        except ClusterError:
+            self._abandoned.extend(lease_ids)
 
     def _make_liveness(self) -> LivenessFile | None:
         if not any(self.is_here(rank) for rank in range(len(self.hellos))):

@@ -50,6 +50,15 @@ class PackedRefs:
             pack_numbers([ref.generation for ref in refs]),
         )
 
+    @staticmethod
+    def joined(parts: Sequence[PackedRefs]) -> PackedRefs:
+        """All runs, one after the other."""
+        return PackedRefs(
+            b"".join([part.keys for part in parts]),
+            b"".join([part.slots for part in parts]),
+            b"".join([part.generations for part in parts]),
+        )
+
     def unpack(self) -> tuple[ChunkRef, ...]:
         """The refs again."""
         return make_refs(unpack_keys(self.keys), _numbers(self.slots), _numbers(self.generations))
@@ -128,11 +137,15 @@ class LookupItem:
 
 @dataclass(frozen=True, slots=True)
 class LoadItem:
-    """One prompt to load from chunk `start` on, pinned under each of `lease_ids`."""
+    """One prompt to load from chunk `start` on, pinned under each of `lease_ids`.
+
+    With `keep` the first of them is to end by release or with its client, and never by time.
+    """
 
     keys: bytes
     start: int
     lease_ids: tuple[str, ...]
+    keep: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +159,14 @@ class StoreItem:
 
 @dataclass(frozen=True, slots=True)
 class PlannedLoad:
-    """Where the cached chunks lie: `refs` are those of the prompt's chunks from `start` on."""
+    """Where the cached chunks lie: `refs` are those of the prompt's chunks from `start` on.
+
+    `is_kept`: the lease was asked to be kept, and does not end by time.
+    """
 
     start: int
     refs: PackedRefs
+    is_kept: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,7 @@ from lmcache_ray.chunking import Mask, masked_start
 from lmcache_ray.connector.base import SlotMapping, checked_slot_mapping
 from lmcache_ray.errors import InvalidRequestError
 from lmcache_ray.keys import ChunkHasher
-from lmcache_ray.prompt import Prompt, read_prompt
-from lmcache_ray.tokens import TokenSequence
+from lmcache_ray.prompt import Prompt, Tokens, read_prompt
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +24,7 @@ class Request:
     `req_id` is carried for the caller: a retrieve pins what it reads by itself, with or without an earlier lookup.
     """
 
-    tokens: TokenSequence | None = None
+    tokens: Tokens | None = None
     slot_mapping: SlotMapping | None = None
     shards: "Sequence[Sequence[torch.Tensor]] | None" = None
     mask: Mask | None = None

@@ -26,7 +26,7 @@ def status_table(status: ClusterStatus) -> Table:
     memory = status.tiers["cpu"]
     table = Table(
         title=f"cluster {status.name} in {status.namespace}: {memory.ready} of {memory.capacity} chunks, "
-        f"{status.leases} leases"
+        f"{status.leases} leases, {status.view_leases} of views"
     )
     for column in ("rank", "local", "node", "pid", "alive", "slots"):
         table.add_column(column)

@@ -28,6 +28,11 @@ class WorldSpec:
     call_timeout_s: float
     restart_window_s: float
 
+    @property
+    def max_viewed_slots(self) -> int:
+        """How many slots views may hold together: stores must find room beside them, so a quarter is never held."""
+        return self.num_slots * 3 // 4
+
     def hasher(self) -> ChunkHasher:
         """The keys of this world's model."""
         return ChunkHasher(
@@ -82,7 +87,10 @@ class RankStatus:
 
 @dataclass(frozen=True, slots=True)
 class ClusterStatus:
-    """A cache cluster at one moment. `problems` says why the cluster is not whole; empty means healthy."""
+    """A cache cluster at one moment. `problems` says why the cluster is not whole; empty means healthy.
+
+    `leases` counts all; `view_leases` are those of them that hold `viewed_slots` for a driver's views.
+    """
 
     name: str
     namespace: str
@@ -90,6 +98,8 @@ class ClusterStatus:
     coordinator_pid: int
     tiers: dict[str, TierStatus]
     leases: int
+    view_leases: int
+    viewed_slots: int
     clients: int
     problems: tuple[str, ...]
     ranks: tuple[RankStatus, ...]

@@ -51,7 +51,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("cluster: placement", ("cluster.world_spec", "cluster.ray_session", "cluster.probe", "cluster.launch")),
     ("cluster: data paths of a client", (
         "cluster.link", "cluster.every_rank", "cluster.batching", "cluster.lookups", "cluster.row_calls",
-        "cluster.direct_path",
+        "cluster.local_arenas", "cluster.result_memory", "cluster.views", "cluster.put_path", "cluster.get_path",
     )),
     ("cluster: client", ("cluster.calls", "cluster.client")),
     ("cluster: commands", (

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
+from lmcache_ray.arena.copy_on_write import CopyOnWriteMap
 from lmcache_ray.arena.header import HEARTBEAT_OFFSET, ArenaHeader, ArenaOwner, heartbeat_word, unpack_header
 from lmcache_ray.arena.slots import ArenaSlots
 from lmcache_ray.arena.spec import HEADER_NBYTES, ArenaSpec
@@ -88,6 +89,22 @@ class ArenaMap:
             return os.path.samestat(self._identity, os.stat(self.path, follow_symlinks=False))
         except FileNotFoundError:
             return False
+
+    def copy_on_write(self) -> CopyOnWriteMap:
+        """A mapping of the same file for one reader; writes into it change nothing that others see.
+
+        :raises ArenaError: the arena is not published any more, or the kernel does not give a mapping.
+        """
+        try:
+            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            raise ArenaError(f"cannot open arena {self.path}: {error.strerror}") from error
+        try:
+            if not os.path.samestat(self._identity, os.fstat(fd)):
+                raise ArenaError(f"{self.path} is another arena than the one that was mapped")
+            return CopyOnWriteMap(fd, self.spec.geometry.file_nbytes)
+        finally:
+            os.close(fd)
 
     def beat(self, now: float) -> None:
         """Store `now` (seconds since the Unix epoch) as the owner's heartbeat, by one 8-byte store."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cluster.client import CacheCluster, Request
-from cluster.direct_path import DirectPath
+from cluster.put_path import PutPath
 from lmcache_ray.errors import ClosedError, ClusterError
 from lmcache_ray.shape_spec import parse_kvcache_shape_spec
 from tests.on_ray import rank_functions
@@ -79,14 +79,14 @@ def test_a_shutdown_waits_for_a_put_under_way(
 ) -> None:
     """Else its slots would be given to others while it still copies into them."""
     copying, go_on = threading.Event(), threading.Event()
-    write_here = DirectPath._write_here
+    write_here = PutPath._write_here
 
     def slow_write(*arguments: object) -> None:
         copying.set()
         assert go_on.wait(20)
         write_here(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(DirectPath, "_write_here", slow_write)
+    monkeypatch.setattr(PutPath, "_write_here", slow_write)
     results: list[int] = []
     put = threading.Thread(target=lambda: results.append(other.put(tokens_from(0), random_shards(pair, 1))))
     put.start()

@@ -1,0 +1,100 @@
+"""The arenas of a client's own node: mapped once and kept open, and not given away while a call may be copying there.
+
+What `put_path.py` and `get_path.py` share. Copies of one call run side by side as far as there are processors.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from typing import TypeVar
+
+from lmcache_ray.arena.mapped import ArenaMap
+from lmcache_ray.errors import ArenaError, ClosedError
+from lmcache_ray.shard import EngineShard
+
+from .deadline import Deadline
+from .link import ClusterLink
+
+Result = TypeVar("Result")
+
+
+class LocalArenas:
+    """The arenas that one link's process can map. Thread-safe."""
+
+    def __init__(self, link: ClusterLink) -> None:
+        self._link = link
+        self._maps: dict[int, tuple[ArenaMap, EngineShard]] = {}
+        self._changed = threading.Condition()
+        self._num_calls = 0
+        self._closing = False
+        self.num_processors = len(os.sched_getaffinity(0))
+        self._threads = ThreadPoolExecutor(self.num_processors, thread_name_prefix="copies")
+
+    @contextmanager
+    def call(self) -> Iterator[Deadline]:
+        """Counts a call that may be copying, so that nobody gives the arenas away under it. Its deadline."""
+        with self._changed:
+            if self._closing:
+                raise ClosedError(f"this connection to cluster {self._link.world.name!r} is closed")
+            self._num_calls += 1
+        try:
+            yield self._link.deadline()
+        finally:
+            with self._changed:
+                self._num_calls -= 1
+                self._changed.notify_all()
+
+    def shard_of(self, rank: int) -> EngineShard:
+        """The slots of a rank of this node. Raises `ArenaError` if they cannot be mapped."""
+        return self._mapped(rank)[1]
+
+    def map_of(self, rank: int) -> ArenaMap:
+        """The arena of a rank of this node. Raises `ArenaError` if it cannot be mapped."""
+        return self._mapped(rank)[0]
+
+    def run_together(self, jobs: Sequence[Callable[[], Result]]) -> list[Result]:
+        """Run all copies side by side; their results, or the first error. All have ended when this returns or raises.
+
+        An interrupt waits for them too: nobody may be told that a slot is not being written while it is.
+        """
+        others = [self._threads.submit(job) for job in jobs[1:]]
+        try:
+            first = [job() for job in jobs[:1]]
+        finally:
+            _wait_for_all(others)
+        return [*first, *(other.result() for other in others)]
+
+    def close(self, *, timeout_s: float) -> bool:
+        """Refuse new calls and wait for those under way. False if one is still copying: the maps stay open then."""
+        with self._changed:
+            self._closing = True
+            is_idle = self._changed.wait_for(lambda: self._num_calls == 0, timeout_s)
+            while is_idle and self._maps:
+                _, (mapped, _) = self._maps.popitem()
+                mapped.close()
+        if is_idle:
+            self._threads.shutdown(wait=False)
+        return is_idle
+
+    def _mapped(self, rank: int) -> tuple[ArenaMap, EngineShard]:
+        with self._changed:
+            if rank not in self._maps:
+                path = self._link.hellos[rank].arena_path
+                if path is None:
+                    raise ArenaError(f"rank {rank} holds no arena")
+                mapped = ArenaMap.open(path, expected_fingerprint=self._link.world.layout.fingerprint)
+                self._maps[rank] = (mapped, EngineShard(mapped.slots))
+            return self._maps[rank]
+
+
+def _wait_for_all(jobs: Sequence[Future[Result]]) -> None:
+    interrupt: BaseException | None = None
+    while not all(job.done() for job in jobs):
+        try:
+            wait(jobs)
+        except BaseException as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
