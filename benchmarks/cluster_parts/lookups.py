@@ -7,7 +7,7 @@ from contextlib import ExitStack
 import numpy as np
 import torch
 
-from benchmarks.claims import Claim, Part, Promise, at_least, at_most, samples_json
+from benchmarks.claims import Claim, Part, Promise, at_least, at_most, beside, samples_json
 from benchmarks.cluster_parts.worlds import expect, no_op, per_rank_world, running
 from benchmarks.measure import Case, Json, Samples, interleaved, progress, ratio
 from benchmarks.peers.child import PeerProcess
@@ -23,6 +23,9 @@ _FLAT = at_most(
     "cluster lookup by keys, 4 ranks over 1", 0.3, note="excess over a no-op call, on 4 ranks less that on 1 rank"
 )
 _PEER_RANKS = (1, 4)
+_PEER_BAR_RANKS = 4
+_PEER_FORMS = ("list", "tensor")
+_PEER_WARMUP = 3
 _PEER_SCRIPT = "lmcache_zmq.py"
 
 
@@ -34,7 +37,7 @@ def measure_lookups(
     measured: dict[str, Json] = {"num_tokens": num_tokens, "num_chunks": num_tokens // CHUNK_SIZE}
     of_worlds: dict[int, dict[str, Samples]] = {}
     for world_size in world_sizes:
-        progress(f"lookups: {world_size} ranks")
+        progress(f"lookups: {_ranks(world_size)}")
         with ExitStack() as stack:
             world = per_rank_world(world_size, SMALL, kv_tokens=num_tokens, capacity_tokens=num_tokens)
             cluster = stack.enter_context(running(world))
@@ -42,9 +45,8 @@ def measure_lookups(
             if peer_python is not None and world_size in _PEER_RANKS:
                 arguments = ["--world-size", str(world_size), "--lookup-tokens", str(num_tokens)]
                 peer = stack.enter_context(PeerProcess(peer_python, _PEER_SCRIPT, arguments))
-                claim, found = _beside_peer(cases, peer, world_size, rounds)
-                claims += [claim] if claim is not None else []
-                measured[f"lmcache_{world_size}_ranks"] = found
+                of_peer, measured[f"lmcache_{world_size}_ranks"] = _beside_peer(cases, peer, world_size, rounds // 2)
+                claims += of_peer
             samples = interleaved(cases, rounds=rounds, warmup=max(2, rounds // 10))
         of_worlds[world_size] = samples
         measured[f"{world_size}_ranks"] = samples_json(samples)
@@ -75,26 +77,23 @@ def _cases(cluster: CacheCluster, num_tokens: int) -> dict[str, Case]:
 
 def _beside_peer(
     cases: Mapping[str, Case], peer: PeerProcess, world_size: int, rounds: int
-) -> tuple[Claim | None, dict[str, Json]]:
-    """LMCache's lookup of as long a list, round by round in turn with ours."""
-    ours: list[Samples] = []
-    theirs: list[Samples] = []
-    for number in range(-2, rounds):
-        own = interleaved({"list": cases["list"]}, rounds=1, warmup=0)["list"]
-        other = peer.round("lookup")["lookup_list"]
+) -> tuple[list[Claim], dict[str, Json]]:
+    """LMCache's lookups of as long a prompt, round by round in turn with ours."""
+    rounds_of_both: list[dict[str, Samples]] = []
+    for number in range(-_PEER_WARMUP, rounds):
+        ours = interleaved({form: cases[form] for form in _PEER_FORMS}, rounds=1, warmup=0)
+        theirs = peer.round("lookup")
         if number >= 0:
-            ours.append(own)
-            theirs.append(other)
-    found, peers = Samples.joined(ours), Samples.joined(theirs)
-    promise = at_least(f"LMCache's ZMQ lookup over ours, {world_size} ranks", 4.0, note="a list of tokens, both")
-    measured: dict[str, Json] = {
-        "facts": peer.facts,
-        "lmcache": peers.to_json(),
-        "lmcache_ray": found.to_json(),
-        "ratio": ratio(peers, found).to_json(),
-    }
-    # Only the lookup over 4 ranks has a bar.
-    return (promise.of_ratio(ratio(peers, found)) if world_size == 4 else None), measured
+            rounds_of_both.append(ours | {f"lmcache_{form}": theirs[f"lookup_{form}"] for form in _PEER_FORMS})
+    samples = {name: Samples.joined(of_round[name] for of_round in rounds_of_both) for name in rounds_of_both[0]}
+    ratios = {form: ratio(samples[f"lmcache_{form}"], samples[form]) for form in _PEER_FORMS}
+    claims = []
+    for form, found in ratios.items():
+        name, note = f"LMCache's ZMQ lookup over ours, {_ranks(world_size)}", f"time, of a prompt as a {form}"
+        promise = at_least(name, 4.0, note=note) if world_size == _PEER_BAR_RANKS else beside(name, "x", note)
+        claims.append(promise.of_ratio(found))
+    measured = samples_json(samples) | {"ratios": {form: found.to_json() for form, found in ratios.items()}}
+    return claims, {"facts": peer.facts, **measured}
 
 
 def _claims(of_worlds: Mapping[int, Mapping[str, Samples]]) -> list[Claim]:
@@ -112,5 +111,8 @@ def _claims(of_worlds: Mapping[int, Mapping[str, Samples]]) -> list[Claim]:
 
 
 def _promise(form: str, bar: float, world_size: int) -> Promise:
-    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
-    return at_most(f"cluster lookup by {form}, {ranks}", bar, note="over a no-op call")
+    return at_most(f"cluster lookup by {form}, {_ranks(world_size)}", bar, note="over a no-op call")
+
+
+def _ranks(world_size: int) -> str:
+    return "1 rank" if world_size == 1 else f"{world_size} ranks"
