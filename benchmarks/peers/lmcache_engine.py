@@ -31,6 +31,8 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     wide = CopyCases("wide", WIDE, arguments.prompt_tokens)
     narrow = CopyCases("narrow", NARROW, arguments.prompt_tokens)
+    for copies in (wide, narrow):
+        copies.check()
     calls = CallCases("calls", arguments.prompt_tokens, arguments.lookup_tokens)
     answer_rounds(
         {"lmcache": metadata.version("lmcache"), "torch": torch.__version__, "torch_threads": torch.get_num_threads()},
@@ -66,6 +68,21 @@ class CopyCases:
         before["store_again"] = self._store_if_missing
         samples = interleaved(cases, rounds=1, warmup=0, before=before)
         return {case + suffix: of_case for case, of_case in samples.items()}
+
+    def check(self) -> None:
+        """Every order brings the very bytes that were stored. RuntimeError if not."""
+        for order, source in self._prompt.sources.items():
+            layers = [cache.view(2, -1, cache.shape[3] * cache.shape[4]) for cache in self._kvcaches]
+            target = self._prompt.targets[order]
+            self._engine.clear()
+            for rows in layers:
+                rows[:, target] = 0
+            self._store(order)
+            self._retrieve(order)
+            if not all(
+                torch.equal(rows[:, source].view(torch.int16), rows[:, target].view(torch.int16)) for rows in layers
+            ):
+                raise RuntimeError(f"{order} blocks: other bytes were loaded than had been stored")
 
     def _store(self, order: str) -> None:
         self._engine.store(self._prompt.tokens, kvcaches=self._kvcaches, slot_mapping=self._prompt.sources[order])

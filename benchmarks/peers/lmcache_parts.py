@@ -34,8 +34,8 @@ from benchmarks.workload import CHUNK_SIZE, MODEL_NAME, KVShape
 
 _GIB = 2**30
 
-CopyRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""``copy(paged, chunk, rows)`` between one layer's keys or values ``[num_rows, length]`` and their part of a chunk."""
+CopyRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | slice], None]
+"""``copy(plane, part, rows)`` between one layer's keys or values ``[num_rows, length]`` and their part of a chunk."""
 
 
 class Closable(Protocol):
@@ -79,33 +79,33 @@ class TorchConnector(GPUConnectorInterface):  # type: ignore[misc]  # its base h
     ) -> None:
         kvcaches, slot_mapping = call["kvcaches"], call["slot_mapping"]
         assert isinstance(kvcaches, list) and isinstance(slot_mapping, torch.Tensor)
-        layers = [cache.view(2, -1, self._row_length) for cache in kvcaches]
+        planes = [plane for cache in kvcaches for plane in cache.view(2, -1, self._row_length).unbind()]
         for memory_obj, start, end in zip(memory_objs, starts, ends, strict=True):
-            rows = slot_mapping[start:end]
-            for number, layer in enumerate(layers):
-                for kv in range(2):
-                    copy(layer[kv], memory_obj.tensor[kv, number], rows)
+            rows = _as_run(slot_mapping[start:end])
+            chunk = memory_obj.tensor  # once: it is a property that takes time
+            parts = [part for layer in chunk.unbind(1) for part in layer.unbind()]
+            for plane, part in zip(planes, parts, strict=True):
+                copy(plane, part, rows)
 
 
-def _gather(paged: torch.Tensor, chunk: torch.Tensor, rows: torch.Tensor) -> None:
-    run = _as_run(rows)
-    if run is None:
-        torch.index_select(paged, 0, rows, out=chunk)
-    else:
-        chunk.copy_(paged[run])
-
-
-def _scatter(paged: torch.Tensor, chunk: torch.Tensor, rows: torch.Tensor) -> None:
-    run = _as_run(rows)
-    if run is None:
-        paged.index_copy_(0, rows, chunk)
-    else:
-        paged[run].copy_(chunk)
-
-
-def _as_run(rows: torch.Tensor) -> slice | None:
+def _as_run(rows: torch.Tensor) -> torch.Tensor | slice:
+    """The slice that equals `rows` if they are consecutive."""
     first = int(rows[0])
-    return slice(first, first + len(rows)) if int(rows[-1]) - first == len(rows) - 1 else None
+    return slice(first, first + len(rows)) if bool((rows.diff() == 1).all()) else rows
+
+
+def _gather(plane: torch.Tensor, part: torch.Tensor, rows: torch.Tensor | slice) -> None:
+    if isinstance(rows, slice):
+        part.copy_(plane[rows])
+    else:
+        torch.index_select(plane, 0, rows, out=part)
+
+
+def _scatter(plane: torch.Tensor, part: torch.Tensor, rows: torch.Tensor | slice) -> None:
+    if isinstance(rows, slice):
+        plane[rows].copy_(part)
+    else:
+        plane.index_copy_(0, rows, part)
 
 
 def build_engine(
