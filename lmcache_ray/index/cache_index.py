@@ -16,7 +16,7 @@ from lmcache_ray.index.integrity import contradictions
 from lmcache_ray.index.leases import LeaseTable
 from lmcache_ray.index.plans import ChunkRef, ClearPlan, Deferred, Expired, IndexCounts, LoadPlan, StorePlan
 from lmcache_ray.index.policy import EvictionPolicy
-from lmcache_ray.index.slot_table import COUNTER_BITS, EPOCH_BITS, SlotState, SlotTable
+from lmcache_ray.index.slot_table import COUNTER_BITS, EPOCH_BITS, MAX_SLOTS, SlotState, SlotTable
 from lmcache_ray.index.store_planning import StoreDraft, StorePlanner
 from lmcache_ray.index.write_ledger import WriteLedger
 
@@ -40,8 +40,8 @@ class CacheIndex:
         call_timeout_s: float,
         lease_timeout_s: float,
     ) -> None:
-        if num_slots < 1:
-            raise ConfigError(f"an index needs at least one slot, not num_slots={num_slots}")
+        if not 1 <= num_slots <= MAX_SLOTS:
+            raise ConfigError(f"an index has from 1 to {MAX_SLOTS} slots, not num_slots={num_slots}")
         if not holders or len(set(holders)) != len(holders) or min(holders) < 0:
             raise ConfigError(f"holders must be distinct ranks, at least one, not {list(holders)}")
         if not 0 <= epoch < 1 << EPOCH_BITS:
@@ -56,9 +56,7 @@ class CacheIndex:
         self._ledger: Final = WriteLedger(
             self._table, self.holders, timeout_s=call_timeout_s, first_plan_id=(epoch << COUNTER_BITS) + 1
         )
-        self._planner: Final = StorePlanner(
-            self._table, is_pinned=self._leases.is_pinned, can_join=self._ledger.can_join
-        )
+        self._planner: Final = StorePlanner(self._table, pinned=self._leases.pinned, can_join=self._ledger.can_join)
 
     # ------------------------------------------------------------------------------------------------ reading
 
@@ -253,7 +251,8 @@ class CacheIndex:
         known = table.slot_of.values() if keys is None else map(table.slot_of.get, dict.fromkeys(keys))
         slots = [slot for slot in known if slot is not None]
         writing = [slot for slot in slots if table.states[slot] == SlotState.WRITING]
-        removed = [slot for slot in slots if table.states[slot] == SlotState.READY and not self._leases.is_pinned(slot)]
+        pinned = self._leases.pinned
+        removed = [slot for slot in slots if table.states[slot] == SlotState.READY and slot not in pinned]
         aborted = table.refs(writing)
         for slot in writing:
             self._ledger.abort_write(slot)

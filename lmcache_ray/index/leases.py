@@ -4,7 +4,7 @@ Apart from the slots, because a pin is never a bare count: it belongs to one lea
 second release does nothing, asking again does not pin twice, and a dead client leaves nothing behind.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, KeysView
 from dataclasses import dataclass
 from math import inf
 
@@ -33,9 +33,10 @@ class LeaseTable:
     def __len__(self) -> int:
         return len(self._leases)
 
-    def is_pinned(self, slot: int) -> bool:
-        """True if any lease holds the slot."""
-        return slot in self._pins
+    @property
+    def pinned(self) -> KeysView[int]:
+        """The slots that any lease holds: a view that follows every change."""
+        return self._pins.keys()
 
     def hold(
         self, lease_id: str, client: str, slots: Iterable[int], now: float, *, timeout_s: float | None = None

@@ -14,7 +14,9 @@ which is why they live in one place. The table knows no ranks, leases or plans: 
 by its callers, the only others who touch it.
 
 State stands in parallel columns rather than in one object per slot: a million slots are common, and READY ones must
-cost little. The columns are open for reading to this package's hot loops; only the methods here write them.
+cost little. No column is one that the garbage collector walks through, or each of its full rounds would stop the index
+for some 30 ms per million slots. The columns are open for reading to this package's hot loops; only the methods here
+write them.
 """
 
 from array import array
@@ -22,6 +24,8 @@ from collections.abc import Collection, Iterable, Sequence
 from enum import IntEnum
 from itertools import groupby
 from typing import Final
+
+import numpy as np
 
 from lmcache_ray.errors import ProtocolError
 from lmcache_ray.index.plans import ChunkRef, make_refs
@@ -32,6 +36,9 @@ COUNTER_BITS: Final = 40
 
 EPOCH_BITS: Final = 22
 """So that a generation has 62 bits and fits a slot word beside two bits of state."""
+
+MAX_SLOTS: Final = (1 << 31) - 1
+"""Columns of slot numbers, here and in the policies, have 32 bits a cell."""
 
 
 class SlotState(IntEnum):
@@ -53,7 +60,7 @@ class SlotTable:
         self.capacity: Final = capacity
         self.policy: Final = policy
         self.states: Final = bytearray(capacity)
-        self.key_of: Final[list[bytes | None]] = [None] * capacity
+        self.key_of: Final = np.full(capacity, None, dtype=np.object_)  # of a FREE slot: None
         self.generation_of: Final = array("q", bytes(8 * capacity))
         self.slot_of: Final[dict[bytes, int]] = {}
         self.free_slots: Final = array("i", range(capacity - 1, -1, -1))  # taken from the end: low numbers first
@@ -62,7 +69,7 @@ class SlotTable:
 
     def ready_run(self, keys: Iterable[bytes]) -> list[int]:
         """Slots of the leading READY keys."""
-        find, states, ready = self.slot_of.get, self.states, SlotState.READY
+        find, states, ready = self.slot_of.get, self.states, SlotState.READY.value
         run: list[int] = []
         append = run.append
         for key in keys:
@@ -74,10 +81,8 @@ class SlotTable:
 
     def refs(self, slots: Sequence[int]) -> tuple[ChunkRef, ...]:
         """The present use of slots, none of which is FREE."""
-        keys, generations = self.key_of, self.generation_of
-        return make_refs(
-            [key for slot in slots if (key := keys[slot]) is not None], slots, [generations[slot] for slot in slots]
-        )
+        keys, generations = map(self.key_of.__getitem__, slots), map(self.generation_of.__getitem__, slots)
+        return make_refs(keys, slots, generations)
 
     def is_current(self, slot: int, generation: int) -> bool:
         """True if the slot is still, or was last, used under this generation; ProtocolError for an impossible slot."""
@@ -88,42 +93,44 @@ class SlotTable:
     def reserve(
         self, keys: Collection[bytes], victims: Sequence[int]
     ) -> tuple[tuple[ChunkRef, ...], tuple[ChunkRef, ...]]:
-        """Evict the READY `victims`, then give each of `keys` a slot: the new refs, now WRITING, and the evicted ones.
+        """Give each of `keys` a slot, first those of the READY `victims`: the new refs, now WRITING, and the evicted.
 
-        `keys` are distinct, unknown, and no more than free slots and victims together. Their place in the policy's
-        order is given by `note_use`, which must follow.
+        `keys` are distinct, unknown, no fewer than the victims and no more than victims and free slots together. Their
+        place in the policy's order is given by `note_use`, which must follow.
         """
         num_new = len(keys)
         if self.next_generation + num_new > self._end_of_generations:
             raise ProtocolError("every generation of this epoch has been issued; restart the coordinator")
         evicted = self._evict(victims)
-        slot_of, key_of, generation_of, states = self.slot_of, self.key_of, self.generation_of, self.states
-        first_kept = len(self.free_slots) - num_new
-        slots = self.free_slots[first_kept:].tolist()
-        slots.reverse()
-        del self.free_slots[first_kept:]
+        slots = [*victims, *self._take_free(num_new - len(victims))]
         generations = range(self.next_generation, self.next_generation + num_new)
         self.next_generation += num_new
-        writing = SlotState.WRITING
+        key_of, generation_of, states, writing = self.key_of, self.generation_of, self.states, SlotState.WRITING.value
+        self.slot_of.update(zip(keys, slots, strict=True))
         for key, slot, generation in zip(keys, slots, generations, strict=True):
-            slot_of[key] = slot
             key_of[slot] = key
             generation_of[slot] = generation
             states[slot] = writing
         return make_refs(keys, slots, generations), evicted
 
     def _evict(self, victims: Sequence[int]) -> tuple[ChunkRef, ...]:
-        """READY to FREE. Nobody need be asked: whoever still reads such a slot notices its next generation."""
+        """Forget READY chunks whose slots are used again at once, so that their cells need no change.
+
+        Nobody need be asked: whoever still reads such a slot notices its next generation.
+        """
         evicted = self.refs(victims)
-        slot_of, key_of, states = self.slot_of, self.key_of, self.states
-        free = SlotState.FREE
-        for key, slot, _ in evicted:
+        slot_of = self.slot_of
+        for key, _, _ in evicted:
             del slot_of[key]
-            key_of[slot] = None
-            states[slot] = free
         self.policy.remove(victims)
-        self.free_slots.extend(reversed(victims))
         return evicted
+
+    def _take_free(self, number: int) -> list[int]:
+        first_taken = len(self.free_slots) - number
+        taken = self.free_slots[first_taken:].tolist()
+        del self.free_slots[first_taken:]
+        taken.reverse()
+        return taken
 
     def note_use(self, present: Sequence[int], new: Sequence[int], keys_with_hole: Sequence[bytes] = ()) -> None:
         """Tell the policy of one request's use, tail first: `present` slots were there before, `new` ones were not.
@@ -146,9 +153,7 @@ class SlotTable:
 
     def withdraw(self, slot: int) -> None:
         """WRITING or READY to QUARANTINED: its key is unknown from now on."""
-        key = self.key_of[slot]
-        assert key is not None, f"slot {slot} holds no chunk"
-        del self.slot_of[key]
+        del self.slot_of[self.key_of[slot]]
         self.policy.remove((slot,))
         self.states[slot] = SlotState.QUARANTINED
 

@@ -3,7 +3,7 @@
 Apart from the index, which carries the draft out in one go, so that a request is reserved as a whole or not at all.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final
@@ -33,15 +33,15 @@ class StoreDraft:
 class StorePlanner:
     """Drafts stores over a table. It only reads.
 
-    `is_pinned(slot)` says whether a lease holds a slot; `can_join(slot, rank_bit)` whether that rank has a part in
+    `pinned` is a view of the slots that leases hold; `can_join(slot, rank_bit)` whether that rank has a part in
     writing it that has not been handed out.
     """
 
     def __init__(
-        self, table: SlotTable, *, is_pinned: Callable[[int], bool], can_join: Callable[[int, int], bool]
+        self, table: SlotTable, *, pinned: Container[int], can_join: Callable[[int, int], bool]
     ) -> None:
         self._table: Final = table
-        self._is_pinned: Final = is_pinned
+        self._pinned: Final = pinned
         self._can_join: Final = can_join
 
     def draft(self, keys: Sequence[bytes], *, start: int, joiner: int, defer: bool) -> StoreDraft | Deferred:
@@ -96,14 +96,14 @@ class StorePlanner:
         With `defer`, Deferred at the first other slot on the way that will be evictable once its reader or writer is
         done: then it would be the next victim. Own slots are no victims now or later.
         """
-        states, is_pinned, ready = self._table.states, self._is_pinned, SlotState.READY
+        states, pinned, ready = self._table.states, self._pinned, SlotState.READY.value
         victims: list[int] = []
         for slot in self._table.policy.candidates():
             if len(victims) == num_wanted:
                 break
             if slot in own:
                 continue
-            if states[slot] == ready and not is_pinned(slot):
+            if states[slot] == ready and slot not in pinned:
                 victims.append(slot)
             elif defer:
                 return Deferred.ROOM_IN_USE

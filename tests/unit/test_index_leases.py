@@ -11,7 +11,7 @@ def leases() -> LeaseTable:
 
 
 def pinned(leases: LeaseTable) -> list[int]:
-    return [slot for slot in range(10) if leases.is_pinned(slot)]
+    return [slot for slot in range(10) if slot in leases.pinned]
 
 
 def test_a_lease_pins_its_slots_until_released_once(leases: LeaseTable) -> None:
