@@ -103,11 +103,14 @@ class IndexService:
 
     def acknowledge(self, plan_id: int, acks: Acks) -> None:
         """Take acknowledgements of one plan in."""
+        alike: dict[tuple[bool, ...], list[int]] = {}
+        for rank, flags in acks.items():
+            alike.setdefault(tuple(flags), []).append(rank)
         with self.at_now() as (index, _):
-            for rank, flags in acks.items():
+            for flags, ranks in alike.items():  # nearly always one round, however many ranks there are
                 index.complete_store(
                     plan_id,
-                    rank,
+                    ranks,
                     done=[position for position, flag in enumerate(flags) if flag],
                     failed=[position for position, flag in enumerate(flags) if not flag],
                 )

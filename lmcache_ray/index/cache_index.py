@@ -8,7 +8,7 @@ nothing but decide and record. It never waits: no room is an answer.
 seconds of any clock that does not go back.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Final, overload
 
 from lmcache_ray.errors import ConfigError, IntegrityError, InvalidRequestError
@@ -196,14 +196,16 @@ class CacheIndex:
             return load
         return load, self._carry_out(draft, keys, client=client, ranks=self._ledger.everyone, now=now)
 
-    def complete_store(self, plan_id: int, rank: int, *, done: Iterable[int], failed: Iterable[int] = ()) -> bool:
-        """A rank has committed, or will not commit, these positions of ``plan.refs``; the rest may follow later.
+    def complete_store(
+        self, plan_id: int, ranks: Collection[int], *, done: Iterable[int], failed: Iterable[int] = ()
+    ) -> bool:
+        """These ranks have committed, or will not commit, these positions of ``plan.refs``; the rest may follow later.
 
         A chunk that failed anywhere is aborted: its key is unknown at once, its slot free when every rank that was
         handed it has answered. A rank's first answer for a chunk counts, later ones are ignored. False if the plan is
         finished (or never was); ProtocolError, and nothing taken in, for a rank or position that the plan has not.
         """
-        return self._ledger.complete_store(plan_id, rank, done, failed)
+        return self._ledger.complete_store(plan_id, ranks, done, failed)
 
     def abort_store(self, plan_id: int) -> bool:
         """Nobody writes for this plan any more: every answer it is still owed is "failed". False as above."""

@@ -94,39 +94,42 @@ class WriteLedger:
             if still_unjoined:
                 self.unjoined[slot] = still_unjoined
 
-    def complete_store(self, plan_id: int, rank: int, done: Iterable[int], failed: Iterable[int]) -> bool:
+    def complete_store(self, plan_id: int, ranks: Collection[int], done: Iterable[int], failed: Iterable[int]) -> bool:
         """See `CacheIndex.complete_store`."""
         plan = self.stores.get(plan_id)
         if plan is None:
             return False
-        bit = self._bit(rank)
-        if not plan.ranks & bit:
-            raise ProtocolError(f"rank {rank} has no part in store plan {plan_id}")
+        bits = 0
+        for rank in ranks:
+            bits |= self._bit(rank)
+            if not plan.ranks & self._bit(rank):
+                raise ProtocolError(f"rank {rank} has no part in store plan {plan_id}")
         done, failed = _checked_positions(plan, done), _checked_positions(plan, failed)
         if failed and not set(done).isdisjoint(failed):
-            raise ProtocolError(f"rank {rank} calls chunks of store plan {plan_id} both done and failed")
-        plan.unanswered -= self._record_done(plan.refs, done, bit)
+            raise ProtocolError(f"ranks {list(ranks)} call chunks of store plan {plan_id} both done and failed")
+        plan.unanswered -= self._record_done(plan.refs, done, bits)
         for position in failed:
             _, slot, generation = plan.refs[position]
-            if self._writes(slot, generation, bit):
-                plan.unanswered -= 1
-                self._fail(slot, bit)
+            if self._writes(slot, generation, bits):
+                plan.unanswered -= (self.owing[slot] & bits).bit_count()
+                self._fail(slot, bits)
         self._close_if_finished(plan)
         return True
 
-    def _record_done(self, refs: Sequence[ChunkRef], positions: Sequence[int], bit: int) -> int:
-        """Take in commits of one rank; answers how many it owed."""
+    def _record_done(self, refs: Sequence[ChunkRef], positions: Sequence[int], ranks: int) -> int:
+        """Take in commits of these ranks (bits); answers how many they owed."""
         owing, plans_of, unjoined = self.owing, self.plans_of, self.unjoined
         generation_of = self._table.generation_of
         num_owed = 0
         for position in positions:
             _, slot, generation = refs[position]
             owed = owing.get(slot, 0)
-            if not owed & bit or slot not in plans_of or generation_of[slot] != generation:  # as in _writes
+            answered = owed & ranks
+            if not answered or slot not in plans_of or generation_of[slot] != generation:  # as in _writes
                 continue
-            num_owed += 1
-            owing[slot] = owed ^ bit
-            if owed == bit and slot not in unjoined:
+            num_owed += answered.bit_count()
+            owing[slot] = owed ^ answered
+            if owed == answered and slot not in unjoined:
                 self._all_have_answered(slot)
         return num_owed
 

@@ -45,7 +45,7 @@ def test_what_is_being_written_does_not_appear_after_the_clear() -> None:
     index = make_index(4)
     store(index, "a")
     writing = index.prepare_store(keys_of("abc"), client="writer", now=0.0)
-    index.complete_store(writing.plan_id, 0, done=[0])
+    index.complete_store(writing.plan_id, [0], done=[0])
     plan = index.prepare_clear()
     assert (names(plan.refs), plan.num_kept) == ("a", 0)
     assert plan.aborted == writing.refs
@@ -62,11 +62,11 @@ def test_a_store_plan_cannot_answer_for_a_clear() -> None:
     index = make_index(4)
     storing = index.prepare_store(keys_of("ab"), client="writer", now=0.0)
     for rank in (0, 1):
-        index.complete_store(storing.plan_id, rank, done=[0])
+        index.complete_store(storing.plan_id, [rank], done=[0])
     plan = index.prepare_clear(keys_of("a"))
     index.check_integrity()
-    index.complete_store(storing.plan_id, 0, done=[0])
-    index.complete_store(storing.plan_id, 1, done=[], failed=[0])
+    index.complete_store(storing.plan_id, [0], done=[0])
+    index.complete_store(storing.plan_id, [1], done=[], failed=[0])
     index.check_integrity()
     index.abort_store(storing.plan_id)
     assert index.unsettled(0) == index.unsettled(1) == list(plan.refs)

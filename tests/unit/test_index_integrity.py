@@ -17,7 +17,7 @@ def index() -> CacheIndex:
     store(index, "ab")
     index.pin(keys_of("a"), "lease", "reader", now=0.0)
     plan = index.prepare_store(keys_of("cd"), client="writer", now=0.0)
-    index.complete_store(plan.plan_id, 0, done=[0], failed=[1])
+    index.complete_store(plan.plan_id, [0], done=[0], failed=[1])
     index.check_integrity()
     return index
 

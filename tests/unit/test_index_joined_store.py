@@ -14,7 +14,7 @@ def prepare(index: CacheIndex, text: str, rank: int, now: float = 0.0) -> StoreP
 
 
 def commit(index: CacheIndex, plan: StorePlan, rank: int) -> None:
-    index.complete_store(plan.plan_id, rank, done=range(len(plan.refs)))
+    index.complete_store(plan.plan_id, [rank], done=range(len(plan.refs)))
 
 
 def test_ranks_get_the_same_slots_and_generations_and_a_chunk_waits_for_all_of_them() -> None:
@@ -93,7 +93,7 @@ def test_a_single_holder_is_ready_by_itself() -> None:
 def test_a_failure_before_others_join_frees_the_slot_at_once() -> None:
     index = make_index(8)
     plan = prepare(index, "ab", 0)
-    index.complete_store(plan.plan_id, 0, done=[0], failed=[1])
+    index.complete_store(plan.plan_id, [0], done=[0], failed=[1])
     assert contents(index, SlotState.WRITING) == "a"
     assert index.counts().free == 7 and index.counts().quarantined == 0
     other = prepare(index, "ab", 1)
@@ -104,7 +104,7 @@ def test_a_failure_before_others_join_frees_the_slot_at_once() -> None:
 def test_a_failure_after_others_joined_waits_for_those_only() -> None:
     index = make_index(8, holders=(0, 1, 2))
     plans = [prepare(index, "a", rank) for rank in (0, 1)]
-    index.complete_store(plans[0].plan_id, 0, done=[], failed=[0])
+    index.complete_store(plans[0].plan_id, [0], done=[], failed=[0])
     assert index.counts().quarantined == 1
     assert index.unsettled(1) == list(plans[0].refs) and index.unsettled(2) == []
     commit(index, plans[1], 1)
@@ -115,7 +115,7 @@ def test_a_rank_cannot_answer_for_another_ranks_plan() -> None:
     index = make_index(8)
     plan = prepare(index, "a", 0)
     with pytest.raises(ProtocolError, match="rank 1 has no part"):
-        index.complete_store(plan.plan_id, 1, done=[0])
+        index.complete_store(plan.plan_id, [1], done=[0])
 
 
 def test_chunks_that_nobody_else_joins_expire_and_are_free_at_once() -> None:
@@ -146,7 +146,7 @@ def test_a_joiner_that_is_lost_takes_down_only_what_it_owes() -> None:
     index = make_index(8)
     opened = prepare(index, "ab", 0)
     joined = prepare(index, "ab", 1)
-    index.complete_store(joined.plan_id, 1, done=[0])
+    index.complete_store(joined.plan_id, [1], done=[0])
     dropped = index.drop_client("rank 1")
     assert names(dropped.aborted) == "b" and dropped.plan_ids == (joined.plan_id,)
     commit(index, opened, 0)
@@ -160,7 +160,7 @@ def test_abort_takes_back_only_the_ranks_own_part() -> None:
     index = make_index(8)
     opened = prepare(index, "ab", 0)
     joined = prepare(index, "ab", 1)
-    index.complete_store(opened.plan_id, 0, done=[0])
+    index.complete_store(opened.plan_id, [0], done=[0])
     index.abort_store(opened.plan_id)
     assert contents(index, SlotState.WRITING) == "a"
     assert names(index.unsettled(1)) == "b"

@@ -7,6 +7,7 @@ its own on every rank would be the one failure that matters.
 
 import random
 from dataclasses import dataclass, field
+from itertools import product
 
 import pytest
 
@@ -106,19 +107,19 @@ class Simulation:
         else:
             return
         plan = self.plans[plan_id]
+        ranks = [rank] if self.rng.random() < 0.5 else list(plan.ranks)
         num_answered = self.rng.choice((len(plan.refs), len(plan.refs), self.rng.randint(0, len(plan.refs))))
         answered = self.rng.sample(range(len(plan.refs)), num_answered)
         failed = [position for position in answered if self.rng.random() < 0.05]
         done = [position for position in answered if position not in failed]
-        for position in done:
-            ref = plan.refs[position]
+        for ref, rank in product([plan.refs[position] for position in done], ranks):
             if self.owes(ref, rank):
                 self.memory[rank][ref.slot] = ref
-        self.index.complete_store(plan_id, rank, done=done, failed=failed)
-        for position in done:
-            self.commit(plan.refs[position], rank)
-        for position in failed:
-            self.fail(plan.refs[position], rank)
+        self.index.complete_store(plan_id, ranks, done=done, failed=failed)
+        for ref, rank in product([plan.refs[position] for position in done], ranks):
+            self.commit(ref, rank)
+        for ref, rank in product([plan.refs[position] for position in failed], ranks):
+            self.fail(ref, rank)
 
     def ranks_owing(self, plan_id: int) -> list[int]:
         plan = self.plans[plan_id]

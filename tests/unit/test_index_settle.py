@@ -12,8 +12,8 @@ def prepare(index: CacheIndex, text: str, client: str = "writer", now: float = 0
 def test_past_its_deadline_a_plan_is_aborted_but_its_slots_wait_for_the_writers() -> None:
     index = make_index(2)
     plan = prepare(index, "ab", now=5.0)
-    index.complete_store(plan.plan_id, 0, done=[0, 1])
-    index.complete_store(plan.plan_id, 1, done=[0])
+    index.complete_store(plan.plan_id, [0], done=[0, 1])
+    index.complete_store(plan.plan_id, [1], done=[0])
     assert index.expire(14.9) == Expired((), (), ())
     assert index.expire(15.0) == Expired((), (plan.plan_id,), (plan.refs[1],))
     assert index.expire(99.0) == Expired((), (), ())
@@ -27,12 +27,12 @@ def test_a_late_commit_frees_and_makes_nothing_ready() -> None:
     index = make_index(2)
     plan = prepare(index, "ab")
     index.expire(10.0)
-    index.complete_store(plan.plan_id, 0, done=[0, 1])
+    index.complete_store(plan.plan_id, [0], done=[0, 1])
     assert index.counts().quarantined == 2
-    assert index.complete_store(plan.plan_id, 1, done=[0], failed=[1]) is True
+    assert index.complete_store(plan.plan_id, [1], done=[0], failed=[1]) is True
     assert index.lookup(keys_of("ab")) == 0
     assert (index.counts().free, index.counts().plans) == (2, 0)
-    assert index.complete_store(plan.plan_id, 1, done=[0]) is False
+    assert index.complete_store(plan.plan_id, [1], done=[0]) is False
 
 
 def test_plans_end_each_at_its_own_time() -> None:
@@ -61,10 +61,10 @@ def test_settling_frees_a_slot_when_the_last_rank_has_proven_that_it_does_not_wr
 def test_settling_a_chunk_that_is_being_written_aborts_it() -> None:
     index = make_index(4)
     plan = prepare(index, "ab")
-    index.complete_store(plan.plan_id, 0, done=[0])
+    index.complete_store(plan.plan_id, [0], done=[0])
     assert index.settle(0, plan.refs) == 1
     assert names(index.unsettled(1)) == "b"
-    index.complete_store(plan.plan_id, 1, done=[0, 1])
+    index.complete_store(plan.plan_id, [1], done=[0, 1])
     assert contents(index) == "a" and index.counts().free == 3
     index.check_integrity()
 
@@ -84,7 +84,7 @@ def test_a_lost_client_leaves_no_lease_and_no_half_written_chunk() -> None:
     index.pin(keys_of("ab"), "mine", "lost", now=0.0)
     index.pin(keys_of("a"), "yours", "alive", now=0.0)
     lost, alive = prepare(index, "cd", "lost"), prepare(index, "xy", "alive")
-    index.complete_store(lost.plan_id, 0, done=[0])
+    index.complete_store(lost.plan_id, [0], done=[0])
     dropped = index.drop_client("lost")
     assert dropped == Expired(("mine",), (lost.plan_id,), lost.refs)
     assert index.drop_client("lost") == Expired((), (), ())

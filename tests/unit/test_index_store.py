@@ -18,13 +18,13 @@ def test_a_chunk_is_ready_only_when_every_holder_has_committed_it() -> None:
     index = make_index(8, holders=(0, 1, 2))
     plan = prepare(index, "abc")
     assert index.lookup(keys_of("abc")) == 0
-    index.complete_store(plan.plan_id, 0, done=[0, 1, 2])
-    index.complete_store(plan.plan_id, 2, done=[0, 1])
-    index.complete_store(plan.plan_id, 1, done=[0])
+    index.complete_store(plan.plan_id, [0], done=[0, 1, 2])
+    index.complete_store(plan.plan_id, [2], done=[0, 1])
+    index.complete_store(plan.plan_id, [1], done=[0])
     assert index.lookup(keys_of("abc")) == 1
-    index.complete_store(plan.plan_id, 1, done=[1, 2])
+    index.complete_store(plan.plan_id, [1], done=[1, 2])
     assert index.lookup(keys_of("abc")) == 2
-    assert index.complete_store(plan.plan_id, 2, done=[2]) is True
+    assert index.complete_store(plan.plan_id, [2], done=[2]) is True
     assert index.lookup(keys_of("abc")) == 3
     assert index.counts().plans == 0
     index.check_integrity()
@@ -116,7 +116,7 @@ def test_where_the_middle_was_missing_it_leaves_after_the_tail(policy: str) -> N
     index = make_index(8, policy=policy)
     plan = prepare(index, "abcd")
     for rank in (0, 1):
-        index.complete_store(plan.plan_id, rank, done=[0, 2, 3], failed=[1])
+        index.complete_store(plan.plan_id, [rank], done=[0, 2, 3], failed=[1])
     assert contents(index) == "dca"
     assert names(store(index, "abcd").refs) == "b"
     assert contents(index) == {"LRU": "dcba", "FIFO": "dcab", "LFU": "bdca"}[policy]
@@ -139,7 +139,7 @@ def test_keys_of_the_request_behind_the_refused_one_are_not_evicted_for_it() -> 
     index = make_index(3)
     plan = prepare(index, "abc")
     for rank in (0, 1):
-        index.complete_store(plan.plan_id, rank, done=[0, 2], failed=[1])
+        index.complete_store(plan.plan_id, [rank], done=[0, 2], failed=[1])
     store(index, "x")
     plan = prepare(index, "abzc")
     assert (names(plan.refs), names(plan.evicted), plan.num_refused) == ("b", "x", 2)
@@ -154,7 +154,7 @@ def test_when_everything_is_leased_or_being_written_nothing_is_stored_and_nothin
     plan = prepare(index, "pq")
     assert (plan.refs, plan.evicted, plan.num_refused) == ((), (), 2)
     assert list(index.entries()) == before
-    assert index.complete_store(plan.plan_id, 0, done=[]) is False
+    assert index.complete_store(plan.plan_id, [0], done=[]) is False
 
 
 def test_a_leased_chunk_is_passed_over_until_its_lease_ends() -> None:
@@ -183,13 +183,13 @@ def test_storing_from_a_start_needs_the_head_before_it() -> None:
 def test_one_failure_aborts_the_chunk_for_all_and_quarantines_its_slot_until_all_have_answered() -> None:
     index = make_index(2, holders=(0, 1, 2))
     plan = prepare(index, "ab")
-    index.complete_store(plan.plan_id, 0, done=[0, 1])
-    index.complete_store(plan.plan_id, 1, done=[1], failed=[0])
+    index.complete_store(plan.plan_id, [0], done=[0, 1])
+    index.complete_store(plan.plan_id, [1], done=[1], failed=[0])
     assert contents(index, SlotState.WRITING) == "b"
     assert index.counts().quarantined == 1
     assert prepare(index, "c").refs == ()
     assert index.unsettled(2) == [plan.refs[0]] and index.unsettled(0) == index.unsettled(1) == []
-    index.complete_store(plan.plan_id, 2, done=[0, 1])
+    index.complete_store(plan.plan_id, [2], done=[0, 1])
     assert (index.counts().free, index.counts().ready, index.counts().plans) == (1, 1, 0)
     assert names(prepare(index, "c").refs) == "c"
     index.check_integrity()
@@ -199,24 +199,24 @@ def test_repeated_and_late_answers_change_nothing() -> None:
     index = make_index(2)
     plan = prepare(index, "ab")
     for _ in range(3):
-        assert index.complete_store(plan.plan_id, 0, done=[0, 1]) is True
-    index.complete_store(plan.plan_id, 0, done=[], failed=[0, 1])
+        assert index.complete_store(plan.plan_id, [0], done=[0, 1]) is True
+    index.complete_store(plan.plan_id, [0], done=[], failed=[0, 1])
     assert contents(index, SlotState.WRITING) == "ba"
-    index.complete_store(plan.plan_id, 1, done=[0, 1])
-    assert index.complete_store(plan.plan_id, 1, done=[], failed=[0]) is False
+    index.complete_store(plan.plan_id, [1], done=[0, 1])
+    assert index.complete_store(plan.plan_id, [1], done=[], failed=[0]) is False
     assert index.lookup(keys_of("ab")) == 2
-    assert index.complete_store(999, 0, done=[0]) is False
+    assert index.complete_store(999, [0], done=[0]) is False
 
 
 def test_a_stale_answer_does_not_touch_the_slots_next_use() -> None:
     index = make_index(1)
     old = prepare(index, "ab")
     assert names(old.refs) == "a"
-    index.complete_store(old.plan_id, 0, done=[], failed=[0])
+    index.complete_store(old.plan_id, [0], done=[], failed=[0])
     index.settle(1, old.refs)
     new = prepare(index, "x")
     assert new.refs[0].slot == old.refs[0].slot
-    index.complete_store(old.plan_id, 1, done=[0])
+    index.complete_store(old.plan_id, [1], done=[0])
     assert index.settle(0, old.refs) == 0
     assert contents(index, SlotState.WRITING) == "x"
     index.check_integrity()
@@ -226,11 +226,11 @@ def test_an_open_plans_repeated_answers_do_not_touch_the_next_use_of_a_slot_it_g
     index = make_index(2)
     old = prepare(index, "ab")
     for rank in (0, 1):
-        index.complete_store(old.plan_id, rank, done=[], failed=[0])
+        index.complete_store(old.plan_id, [rank], done=[], failed=[0])
     new = prepare(index, "x")
     assert new.refs[0].slot == old.refs[0].slot
-    index.complete_store(old.plan_id, 0, done=[0])
-    index.complete_store(old.plan_id, 1, done=[], failed=[0])
+    index.complete_store(old.plan_id, [0], done=[0])
+    index.complete_store(old.plan_id, [1], done=[], failed=[0])
     index.check_integrity()
     index.abort_store(old.plan_id)
     assert contents(index, SlotState.WRITING) == "x"
@@ -254,17 +254,40 @@ def test_an_impossible_answer_is_refused_and_nothing_is_taken_in(
 ) -> None:
     index = make_index(2)
     plan = prepare(index, "ab")
-    index.complete_store(plan.plan_id, 1, done=[0, 1])
+    index.complete_store(plan.plan_id, [1], done=[0, 1])
     with pytest.raises(ProtocolError, match=message):
-        index.complete_store(plan.plan_id, rank, done=done, failed=failed)
+        index.complete_store(plan.plan_id, [rank], done=done, failed=failed)
     assert contents(index, SlotState.WRITING) == "ba"
+
+
+def test_ranks_that_answer_alike_answer_at_once() -> None:
+    index = make_index(3, holders=(0, 1, 2, 3))
+    plan = prepare(index, "abc")
+    index.complete_store(plan.plan_id, [0], done=[0], failed=[2])
+    index.complete_store(plan.plan_id, [0, 1, 2], done=[0, 1], failed=[2])
+    assert contents(index) == ""
+    assert index.unsettled(3) == [plan.refs[2]] and index.unsettled(1) == []
+    index.check_integrity()
+    index.complete_store(plan.plan_id, [1, 3], done=[0, 1, 2])
+    assert contents(index) == "ba"
+    assert (index.counts().free, index.counts().plans) == (1, 0)
+    index.check_integrity()
+
+
+def test_a_rank_that_has_no_part_spoils_the_answer_of_those_beside_it() -> None:
+    index = make_index(2)
+    plan = index.prepare_store(keys_of("ab"), client="writer", now=0.0, rank=1)
+    with pytest.raises(ProtocolError, match="rank 0 has no part"):
+        index.complete_store(plan.plan_id, [1, 0], done=[0, 1])
+    assert index.complete_store(plan.plan_id, [1], done=[0, 1]) is True
+    index.check_integrity()
 
 
 def test_abort_frees_at_once_what_was_not_answered() -> None:
     index = make_index(4)
     plan = prepare(index, "abc")
-    index.complete_store(plan.plan_id, 0, done=[0, 1])
-    index.complete_store(plan.plan_id, 1, done=[0])
+    index.complete_store(plan.plan_id, [0], done=[0, 1])
+    index.complete_store(plan.plan_id, [1], done=[0])
     assert index.abort_store(plan.plan_id) is True
     assert contents(index) == "a"
     assert (index.counts().free, index.counts().plans) == (3, 0)

@@ -38,7 +38,7 @@ def occupied_index(num_slots: int, policy: str, num_leased: int, num_quarantined
     leased = [b"leased%d" % n for n in range(num_leased)]
     finish(index, index.prepare_store(leased, client="other", now=0.0))
     index.pin(leased, "other's lease", "other", now=0.0)
-    index.complete_store(broken.plan_id, 0, done=[], failed=range(len(broken.refs)))
+    index.complete_store(broken.plan_id, [0], done=[], failed=range(len(broken.refs)))
     return index
 
 
