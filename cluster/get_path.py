@@ -152,7 +152,7 @@ class GetPath:
                 return nothing
             return PayloadSource(export.data[part], unpack_flags(export.present[part]))
         try:
-            return ArenaSource(self._arenas.shard_of(rank).slots)
+            return ArenaSource(self._arenas.of_rank(rank).mapped.slots)
         except ArenaError:
             return nothing
 
@@ -212,9 +212,10 @@ class GetPath:
         )
 
     def _view(self, found: _Found, rank: int, lease: ViewLease) -> tuple[ViewedChunks, ViewedShard]:
-        arena, layout = self._arenas.map_of(rank), self._link.world.layout.ranks[rank]
-        shard = view_chunks(arena, lease, layout, [ref.slot for ref in found.refs], found.rows)
-        return ViewedChunks(arena.slots, found.refs), shard
+        arena, layout = self._arenas.of_rank(rank), self._link.world.layout.ranks[rank]
+        slots, geometry = [ref.slot for ref in found.refs], arena.mapped.spec.geometry
+        shard = view_chunks(arena.views, geometry, slots, layout, found.rows, lease)
+        return ViewedChunks(arena.mapped.slots, found.refs), shard
 
     # -- both ---------------------------------------------------------------------------------------------------------
 

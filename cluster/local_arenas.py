@@ -8,8 +8,10 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TypeVar
 
+from lmcache_ray.arena.copy_on_write import CopyOnWriteMaps
 from lmcache_ray.arena.mapped import ArenaMap
 from lmcache_ray.errors import ArenaError, ClosedError
 from lmcache_ray.shard import EngineShard
@@ -20,12 +22,21 @@ from .link import ClusterLink
 Result = TypeVar("Result")
 
 
+@dataclass(frozen=True, slots=True)
+class LocalArena:
+    """One rank's arena as a client has it: the mapping, a door for writers, and mappings for those who look at it."""
+
+    mapped: ArenaMap
+    shard: EngineShard
+    views: CopyOnWriteMaps
+
+
 class LocalArenas:
     """The arenas that one link's process can map. Thread-safe."""
 
     def __init__(self, link: ClusterLink) -> None:
         self._link = link
-        self._maps: dict[int, tuple[ArenaMap, EngineShard]] = {}
+        self._maps: dict[int, LocalArena] = {}
         self._changed = threading.Condition()
         self._num_calls = 0
         self._closing = False
@@ -46,13 +57,16 @@ class LocalArenas:
                 self._num_calls -= 1
                 self._changed.notify_all()
 
-    def shard_of(self, rank: int) -> EngineShard:
-        """The slots of a rank of this node. Raises `ArenaError` if they cannot be mapped."""
-        return self._mapped(rank)[1]
-
-    def map_of(self, rank: int) -> ArenaMap:
+    def of_rank(self, rank: int) -> LocalArena:
         """The arena of a rank of this node. Raises `ArenaError` if it cannot be mapped."""
-        return self._mapped(rank)[0]
+        with self._changed:
+            if rank not in self._maps:
+                path = self._link.hellos[rank].arena_path
+                if path is None:
+                    raise ArenaError(f"rank {rank} holds no arena")
+                mapped = ArenaMap.open(path, expected_fingerprint=self._link.world.layout.fingerprint)
+                self._maps[rank] = LocalArena(mapped, EngineShard(mapped.slots), CopyOnWriteMaps(mapped.copy_on_write))
+            return self._maps[rank]
 
     def run_together(self, jobs: Sequence[Callable[[], Result]]) -> list[Result]:
         """Run all copies side by side; their results, or the first error. All have ended when this returns or raises.
@@ -72,21 +86,11 @@ class LocalArenas:
             self._closing = True
             is_idle = self._changed.wait_for(lambda: self._num_calls == 0, timeout_s)
             while is_idle and self._maps:
-                _, (mapped, _) = self._maps.popitem()
-                mapped.close()
+                _, arena = self._maps.popitem()
+                arena.mapped.close()
         if is_idle:
             self._threads.shutdown(wait=False)
         return is_idle
-
-    def _mapped(self, rank: int) -> tuple[ArenaMap, EngineShard]:
-        with self._changed:
-            if rank not in self._maps:
-                path = self._link.hellos[rank].arena_path
-                if path is None:
-                    raise ArenaError(f"rank {rank} holds no arena")
-                mapped = ArenaMap.open(path, expected_fingerprint=self._link.world.layout.fingerprint)
-                self._maps[rank] = (mapped, EngineShard(mapped.slots))
-            return self._maps[rank]
 
 
 def _wait_for_all(jobs: Sequence[Future[Result]]) -> None:

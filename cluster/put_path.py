@@ -85,7 +85,7 @@ class PutPath:
         for index, write in writes.items():
             written[index][rank] = pack_flags([False] * len(write.refs))
             try:
-                done = self._arenas.shard_of(rank).store(write.refs, write.rows, write.item.connectors[rank])
+                done = self._arenas.of_rank(rank).shard.store(write.refs, write.rows, write.item.connectors[rank])
                 written[index][rank] = pack_flags(done)
             except LMCacheRayError as error:
                 failures[index] = error

@@ -1,8 +1,8 @@
 """What `get(views=True)` answers: tensors over the arenas' own memory, and the lease that keeps it as it is.
 
 The lease ends by `close`, or when the object and all its tensors are gone, or with this process; never by time. Tensors
-stay readable after that, only not what they were. They lie in a mapping of their own (`arena/copy_on_write.py`): who
-writes into one changes it for himself alone.
+stay readable after that, only not what they were. They lie in a mapping that nobody else has, so who writes into one
+changes it for himself alone (see `arena/copy_on_write.py`).
 """
 
 import math
@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from lmcache_ray.arena.copy_on_write import CopyOnWriteMap
-from lmcache_ray.arena.mapped import ArenaMap
+from lmcache_ray.arena.copy_on_write import CopyOnWriteMaps
 from lmcache_ray.arena.slots import ArenaSlots
+from lmcache_ray.arena.spec import ArenaGeometry
 from lmcache_ray.index.plans import ChunkRef
 from lmcache_ray.layout import RankLayout
 from lmcache_ray.shard import leading
@@ -144,12 +144,16 @@ class CachedViews(tuple[int, list[ViewedShard]]):
 
 
 def view_chunks(
-    arena: ArenaMap, lease: ViewLease, layout: RankLayout, slots: Sequence[int], rows: Sequence[range]
+    maps: CopyOnWriteMaps,
+    geometry: ArenaGeometry,
+    slots: Sequence[int],
+    layout: RankLayout,
+    rows: Sequence[range],
+    lease: ViewLease,
 ) -> ViewedShard:
     """Tensors over the named rows of the chunks in these slots. Raises `ArenaError` if they cannot be mapped."""
-    memory = np.asarray(_LeasedMemory(arena.copy_on_write(), lease))
-    geometry = arena.spec.geometry
     starts = [geometry.data_offset + slot * geometry.slot_nbytes for slot in slots]
+    memory = np.asarray(_LeasedMemory(maps, [range(at, at + geometry.slot_nbytes) for at in starts], lease))
     shard = []
     for group, group_offset in zip(layout.groups, layout.group_offsets, strict=True):
         shape = (group.kv_size, group.num_layers, layout.chunk_size, group.hidden_dim)
@@ -174,11 +178,21 @@ def _cut(chunks: Sequence[torch.Tensor], rows: Sequence[range], chunk_size: int)
 
 
 class _LeasedMemory:
-    """A mapping as NumPy sees it. Arrays and tensors over it keep mapping and lease alive."""
+    """A mapping as NumPy sees it. Arrays and tensors over it keep this alive, and this its lease; then it goes back."""
 
-    def __init__(self, mapping: CopyOnWriteMap, lease: ViewLease) -> None:
-        self._mapping = mapping
+    def __init__(self, maps: CopyOnWriteMaps, parts: Sequence[range], lease: ViewLease) -> None:
+        """`parts` are the bytes that tensors reach."""
+        self._mapping = maps.take()
+        self._maps = maps
+        self._parts = parts
         self._lease = lease
         self.__array_interface__: dict[str, Any] = {
-            "version": 3, "typestr": "|u1", "shape": (mapping.nbytes,), "data": (mapping.address, False),
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (self._mapping.nbytes,),
+            "data": (self._mapping.address, False),
         }
+
+    def __del__(self) -> None:
+        if hasattr(self, "_lease"):  # else there was nothing to take
+            self._maps.give_back(self._mapping, self._parts)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_ray.arena.copy_on_write import CopyOnWriteMap
+from lmcache_ray.arena.copy_on_write import MAX_IDLE_MAPS, CopyOnWriteMap, CopyOnWriteMaps
 from lmcache_ray.errors import ArenaError
 
 PAGE = 4096
@@ -47,3 +47,35 @@ def test_it_outlives_the_file_and_ends_with_the_object(file: Path) -> None:
 def test_what_cannot_be_mapped_is_an_error_that_says_why() -> None:
     with pytest.raises(ArenaError, match="4096 bytes of an arena: Bad file descriptor"):
         CopyOnWriteMap(-1, PAGE)
+
+
+@pytest.mark.parametrize("offset", [0, PAGE - 1, PAGE, 3 * PAGE - 1])
+def test_a_written_page_is_found_wherever_it_is(tmp_path: Path, offset: int) -> None:
+    path = tmp_path / "arena"
+    path.write_bytes(b"\x05" * 4 * PAGE)
+    with path.open("r+b") as opened:
+        mapping = CopyOnWriteMap(opened.fileno(), 4 * PAGE)
+        assert not mapping.is_written([range(4 * PAGE)]), "no page is there yet"
+        assert [shown(mapping, number * PAGE) for number in range(4)] == [5] * 4
+        opened.write(b"\x06")
+        opened.flush()
+        assert not mapping.is_written([range(4 * PAGE)]), "written by another"
+    ctypes.memset(mapping.address + offset, 5, 1)
+    assert mapping.is_written([range(2 * PAGE, 3 * PAGE), range(2 * PAGE)])
+    assert mapping.is_written([range(offset, offset + 1)])
+    assert not mapping.is_written([range(3 * PAGE, 4 * PAGE)])
+    assert not mapping.is_written([])
+
+
+def test_a_few_unwritten_mappings_wait_for_the_next_reader(file: Path) -> None:
+    with file.open("rb") as opened:
+        maps = CopyOnWriteMaps(lambda: CopyOnWriteMap(opened.fileno(), 2 * PAGE))
+        taken = [maps.take() for _ in range(MAX_IDLE_MAPS + 1)]
+        places = [mapping.address for mapping in taken]
+        ctypes.memset(places[0] + PAGE, 9, 1)
+        while taken:
+            maps.give_back(taken.pop(), [range(2 * PAGE)])
+        again = [maps.take() for _ in range(MAX_IDLE_MAPS)]
+        assert sorted(mapping.address for mapping in again) == sorted(places[1:])
+        assert [shown(mapping, PAGE) for mapping in again] == [5] * MAX_IDLE_MAPS
+        maps.take()

@@ -11,6 +11,7 @@ import torch
 
 from cluster.views import CachedViews, ViewedChunks, ViewLease, split_chunks, view_chunks
 from lmcache_ray.arena.arena import Arena
+from lmcache_ray.arena.copy_on_write import CopyOnWriteMaps
 from lmcache_ray.arena.mapped import ArenaMap
 from lmcache_ray.arena.spec import ArenaGeometry, ArenaSpec
 from lmcache_ray.dtypes import KVDtype
@@ -40,9 +41,17 @@ def arena(tmp_path: Path) -> Iterator[Arena]:
         yield arena
 
 
+class Looked:
+    """An arena as a client has it that looks at it."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.mapped = ArenaMap.open(arena.path, expected_fingerprint=FINGERPRINT)
+        self.maps = CopyOnWriteMaps(self.mapped.copy_on_write)
+
+
 @pytest.fixture
-def mapped(arena: Arena) -> ArenaMap:
-    return ArenaMap.open(arena.path, expected_fingerprint=FINGERPRINT)
+def looked(arena: Arena) -> Looked:
+    return Looked(arena)
 
 
 class Ends:
@@ -56,9 +65,10 @@ class Ends:
         return ViewLease(name, release=self.released.append, abandon=self.abandoned.append)
 
 
-def views_of(mapped: ArenaMap, lease: ViewLease, rows: tuple[range, ...] = WHOLE) -> CachedViews:
-    shard = view_chunks(mapped, lease, LAYOUT, [ref.slot for ref in REFS], rows)
-    return CachedViews(sum(map(len, rows)), [shard], viewed=[ViewedChunks(mapped.slots, REFS)], lease=lease)
+def views_of(looked: Looked, lease: ViewLease, rows: tuple[range, ...] = WHOLE) -> CachedViews:
+    slots = [ref.slot for ref in REFS]
+    shard = view_chunks(looked.maps, looked.mapped.spec.geometry, slots, LAYOUT, rows, lease)
+    return CachedViews(sum(map(len, rows)), [shard], viewed=[ViewedChunks(looked.mapped.slots, REFS)], lease=lease)
 
 
 def slot_bytes(arena: Arena, number: int, group: int) -> np.ndarray:
@@ -68,8 +78,8 @@ def slot_bytes(arena: Arena, number: int, group: int) -> np.ndarray:
     return raw.reshape(spec.kv_size, spec.num_layers, CHUNK, spec.row_nbytes)
 
 
-def test_each_chunk_of_each_group_is_a_tensor_over_its_slot(arena: Arena, mapped: ArenaMap) -> None:
-    with views_of(mapped, Ends().lease()) as (num_tokens, shards):
+def test_each_chunk_of_each_group_is_a_tensor_over_its_slot(arena: Arena, looked: Looked) -> None:
+    with views_of(looked, Ends().lease()) as (num_tokens, shards):
         assert (num_tokens, len(shards), [len(group) for group in shards[0]]) == (3 * CHUNK, 1, [3, 3])
         for group, spec in enumerate(LAYOUT.groups):
             for number, tensor in enumerate(shards[0][group]):
@@ -78,33 +88,55 @@ def test_each_chunk_of_each_group_is_a_tensor_over_its_slot(arena: Arena, mapped
                 assert tensor.untyped_storage().nbytes() == spec.token_nbytes * CHUNK, "not the whole arena's"
 
 
-def test_first_and_last_chunk_are_cut_to_the_wanted_rows(arena: Arena, mapped: ArenaMap) -> None:
+def test_first_and_last_chunk_are_cut_to_the_wanted_rows(arena: Arena, looked: Looked) -> None:
     rows = (range(1, CHUNK), range(CHUNK), range(2))
-    with views_of(mapped, Ends().lease(), rows) as (_, shards):
+    with views_of(looked, Ends().lease(), rows) as (_, shards):
         joined = torch.cat(shards[0][0], dim=2).view(torch.uint8).numpy()
         whole = np.concatenate([slot_bytes(arena, number, 0) for number in range(3)], axis=2)
         assert np.array_equal(joined, whole[:, :, 1 : 2 * CHUNK + 2])
 
 
-def test_a_write_is_seen_in_these_views_alone(arena: Arena, mapped: ArenaMap) -> None:
+def test_a_write_is_seen_in_these_views_alone(arena: Arena, looked: Looked) -> None:
     before = slot_bytes(arena, 0, 0).copy()
-    with views_of(mapped, Ends().lease()) as mine, views_of(mapped, Ends().lease()) as other:
+    with views_of(looked, Ends().lease()) as mine, views_of(looked, Ends().lease()) as other:
         mine.shards[0][0][0].fill_(1.5)
         assert bool((mine.shards[0][0][0] == 1.5).all())
         assert np.array_equal(other.shards[0][0][0].view(torch.uint8).numpy(), before)
-        with views_of(mapped, Ends().lease()) as later:
+        with views_of(looked, Ends().lease()) as later:
             assert np.array_equal(later.shards[0][0][0].view(torch.uint8).numpy(), before)
     assert np.array_equal(slot_bytes(arena, 0, 0), before)
+    del mine, other, later
+    for _ in range(3):  # whichever mapping they are given
+        with views_of(looked, Ends().lease()) as found:
+            assert np.array_equal(found.shards[0][0][0].view(torch.uint8).numpy(), before)
 
 
-def test_close_ends_the_lease_once_and_tensors_stay_readable(arena: Arena, mapped: ArenaMap) -> None:
+def test_a_mapping_is_in_one_reader_s_hands_and_goes_to_the_next_while_nobody_wrote(looked: Looked) -> None:
+    def place(found: CachedViews) -> int:
+        return found.shards[0][0][0].data_ptr()
+
+    with views_of(looked, Ends().lease()) as mine, views_of(looked, Ends().lease()) as other:
+        first, second = place(mine), place(other)
+        assert first != second
+        mine.shards[0][0][0].sum()
+        unwritten = other.shards[0][1][2].clone()
+        other.shards[0][1][2].fill_(1.0)
+    del mine
+    with views_of(looked, Ends().lease()) as found:
+        assert place(found) == first
+        del other
+        with views_of(looked, Ends().lease()) as third:  # not the one that was written
+            assert torch.equal(third.shards[0][1][2].view(torch.uint8), unwritten.view(torch.uint8))
+
+
+def test_close_ends_the_lease_once_and_tensors_stay_readable(arena: Arena, looked: Looked) -> None:
     ends = Ends()
-    found = views_of(mapped, ends.lease())
+    found = views_of(looked, ends.lease())
     tensor = found.shards[0][0][0]
     found.close()
     found.close()
     assert ends.released == ["a"] and found.is_intact()
-    mapped.close()
+    looked.mapped.close()
     arena.close()
     assert torch.equal(tensor.clone().view(torch.uint8), tensor.view(torch.uint8))
     with warnings.catch_warnings():
@@ -114,17 +146,17 @@ def test_close_ends_the_lease_once_and_tensors_stay_readable(arena: Arena, mappe
     assert ends.abandoned == []
 
 
-def test_intact_is_what_the_cache_did_not_touch(arena: Arena, mapped: ArenaMap) -> None:
-    found = views_of(mapped, Ends().lease())
+def test_intact_is_what_the_cache_did_not_touch(arena: Arena, looked: Looked) -> None:
+    found = views_of(looked, Ends().lease())
     found.close()
     assert found.is_intact()
     arena.slots.begin_write(REFS[1].slot, 200)
     assert not found.is_intact()
 
 
-def test_the_lease_lasts_as_long_as_any_tensor_and_a_forgotten_one_is_warned_of(mapped: ArenaMap) -> None:
+def test_the_lease_lasts_as_long_as_any_tensor_and_a_forgotten_one_is_warned_of(looked: Looked) -> None:
     ends = Ends()
-    num_tokens, shards = views_of(mapped, ends.lease())
+    num_tokens, shards = views_of(looked, ends.lease())
     gc.collect()
     assert num_tokens == 3 * CHUNK and ends.abandoned == [], "taken apart, but not let go"
     kept = shards[0][1][2][0].view(torch.uint8).numpy()
