@@ -25,12 +25,12 @@ _NEW_CHUNKS = 2  # of a prompt that has grown by a turn
 
 
 def measure_calls(
-    *, prompt_tokens: int, lookup_tokens: int, rounds: int, calls_per_round: int, peer: PeerProcess | None
+    *, prompt_tokens: int, lookup_tokens: int, turns: int, rounds_per_turn: int, peer: PeerProcess | None
 ) -> Part:
-    """Each call beside the peer's; `calls_per_round` times per turn, since they are short."""
-    progress(f"calls: {lookup_tokens} tokens looked up, {rounds} rounds of {calls_per_round}")
+    """Each call beside the peer's."""
+    progress(f"calls: {lookup_tokens} tokens looked up, {turns} turns")
     cases = _CallCases(prompt_tokens, lookup_tokens)
-    both = in_turns(partial(cases.round, calls_per_round), peer, "calls", rounds=rounds, warmup=1)
+    both = in_turns(partial(cases.rounds, rounds_per_turn), peer, "calls", turns=turns)
     measured: dict[str, Json] = {
         "prompt_tokens": prompt_tokens,
         "lookup_tokens": lookup_tokens,
@@ -53,7 +53,7 @@ class _CallCases:
         self._prompt = Prompt.of(prompt_tokens)
         self._engine.store(self._cached, slot_mapping=torch.arange(lookup_tokens))
 
-    def round(self, count: int) -> dict[str, Samples]:
+    def rounds(self, count: int) -> dict[str, Samples]:
         """`count` rounds of every case."""
         cases = self._lookups() | self._hashes()
         cases |= {"store_bookkeeping": self._store, "retrieve_bookkeeping": self._retrieve}

@@ -20,18 +20,19 @@ _BARS = {"random": 0.7, "contiguous": 0.95}
 _AGAIN_BAR = 20.0
 
 
-def measure_copies(*, num_tokens: int, rounds: int, peer: PeerProcess | None) -> Part:
+def measure_copies(*, num_tokens: int, turns: int, rounds_per_turn: int, peer: PeerProcess | None) -> Part:
     """Wide KV in random and contiguous blocks, narrow KV in random ones; each also as NumPy alone would copy it."""
     wide, narrow = _CopyCases(WIDE, num_tokens), _CopyCases(NARROW, num_tokens)
-    progress(f"copies: {wide.nbytes // 2**20} MiB, {rounds} rounds")
+    progress(f"copies: {wide.nbytes // 2**20} MiB, {turns} turns")
     for cases in (wide, narrow):
         cases.check()
 
-    def own_round() -> dict[str, Samples]:
-        found = wide.round(("random", "contiguous"))
-        return found | {case + _NARROW_SUFFIX: samples for case, samples in narrow.round(("random",)).items()}
+    def own_turn() -> dict[str, Samples]:
+        found = wide.rounds(("random", "contiguous"), rounds_per_turn)
+        in_narrow = narrow.rounds(("random",), rounds_per_turn)
+        return found | {case + _NARROW_SUFFIX: samples for case, samples in in_narrow.items()}
 
-    both = in_turns(own_round, peer, "copies", rounds=rounds, warmup=1)
+    both = in_turns(own_turn, peer, "copies", turns=turns)
     measured: dict[str, Json] = {
         "num_tokens": num_tokens,
         "torch_threads": torch.get_num_threads(),
@@ -56,8 +57,8 @@ class _CopyCases:
         self._engine = engine_of(shape, capacity_tokens=num_tokens, connector=by_numpy)
         self._copies = memory_copies(self.nbytes)
 
-    def round(self, orders: Sequence[str]) -> dict[str, Samples]:
-        """Once the memory copies, ``store_<order>``, ``retrieve_<order>``, both by NumPy, and ``store_again``."""
+    def rounds(self, orders: Sequence[str], count: int) -> dict[str, Samples]:
+        """`count` rounds of memory copies, ``store_<order>``, ``retrieve_<order>``, both by NumPy, ``store_again``."""
         cases: dict[str, Case] = dict(self._copies)
         before: dict[str, Case] = {}
         for order in orders:
@@ -68,7 +69,7 @@ class _CopyCases:
                 before[f"retrieve_{order}{suffix}"] = partial(self._store, "contiguous", self._kvcaches)
         cases["store_again"] = partial(self._store, "random", self._kvcaches)
         before["store_again"] = partial(self._store, "random", self._kvcaches)
-        return interleaved(cases, rounds=1, warmup=0, before=before)
+        return interleaved(cases, rounds=count, warmup=0, before=before)
 
     def check(self) -> None:
         """Every order and means brings the very bytes that were stored. RuntimeError if not."""

@@ -54,19 +54,16 @@ class BothSides:
 
 
 def in_turns(
-    own_round: Callable[[], Mapping[str, Samples]], peer: PeerProcess | None, name: str, *, rounds: int, warmup: int
+    own_turn: Callable[[], Mapping[str, Samples]], peer: PeerProcess | None, name: str, *, turns: int
 ) -> BothSides:
-    """`rounds` times a round of ours and the peer's round `name`, after `warmup` ones that are not counted."""
+    """Our rounds and the peer's rounds `name` in turn, `turns` times after a first one that is not counted."""
     own: list[Mapping[str, Samples]] = []
     theirs: list[Mapping[str, Samples]] = []
-    for number in range(-warmup, rounds):
-        found = own_round()
-        answer = peer.round(name) if peer is not None else {}
-        if number >= 0:
-            own.append(found)
-            theirs.append(answer)
-    return BothSides(_joined(own), _joined(theirs))
+    for _ in range(1 + turns):
+        own.append(own_turn())
+        theirs.append(peer.round(name) if peer is not None else {})
+    return BothSides(_joined(own[1:]), _joined(theirs[1:]))
 
 
-def _joined(rounds: list[Mapping[str, Samples]]) -> dict[str, Samples]:
-    return {case: Samples.joined(found[case] for found in rounds) for case in rounds[0]}
+def _joined(turns: list[Mapping[str, Samples]]) -> dict[str, Samples]:
+    return {case: Samples.joined(found[case] for found in turns) for case in turns[0]}

@@ -37,12 +37,17 @@ def main() -> None:
     answer_rounds(
         {"lmcache": metadata.version("lmcache"), "torch": torch.__version__, "torch_threads": torch.get_num_threads()},
         {
-            "copies": lambda: {**wide.round(("random", "contiguous"), ""), **narrow.round(("random",), "_narrow")},
-            "calls": partial(calls.round, arguments.calls_per_round),
+            "copies": partial(_copies, wide, narrow, arguments.copies_per_turn),
+            "calls": partial(calls.rounds, arguments.calls_per_turn),
         },
     )
     for name in ("wide", "narrow", "calls"):
         close_engine(name)
+
+
+def _copies(wide: "CopyCases", narrow: "CopyCases", count: int) -> Mapping[str, Samples]:
+    found = wide.rounds(("random", "contiguous"), count)
+    return found | {f"{case}_narrow": samples for case, samples in narrow.rounds(("random",), count).items()}
 
 
 class CopyCases:
@@ -55,8 +60,8 @@ class CopyCases:
         self._engine = build_engine(name, shape, pool_nbytes=2 * nbytes + _SPARE_NBYTES)
         self._copies = memory_copies(nbytes)
 
-    def round(self, orders: Sequence[str], suffix: str) -> Mapping[str, Samples]:
-        """The memory copies, ``store_<order>``, ``retrieve_<order>`` and ``store_again``, each with `suffix`."""
+    def rounds(self, orders: Sequence[str], count: int) -> dict[str, Samples]:
+        """`count` rounds of the memory copies, ``store_<order>``, ``retrieve_<order>`` and ``store_again``."""
         cases: dict[str, Case] = dict(self._copies)
         before: dict[str, Case] = {}
         for order in orders:
@@ -66,8 +71,7 @@ class CopyCases:
             before[f"retrieve_{order}"] = self._store_if_missing
         cases["store_again"] = partial(self._store, "random")
         before["store_again"] = self._store_if_missing
-        samples = interleaved(cases, rounds=1, warmup=0, before=before)
-        return {case + suffix: of_case for case, of_case in samples.items()}
+        return interleaved(cases, rounds=count, warmup=0, before=before)
 
     def check(self) -> None:
         """Every order brings the very bytes that were stored. RuntimeError if not."""
@@ -112,7 +116,7 @@ class CallCases:
         self._lengths = [end - start for start, end, _ in spans]
         self._engine.store(self._cached, slot_mapping=torch.arange(lookup_tokens))
 
-    def round(self, count: int) -> Mapping[str, Samples]:
+    def rounds(self, count: int) -> dict[str, Samples]:
         """`count` rounds of every case."""
         cases: dict[str, Case] = {
             "lookup_list": lambda: self._lookup(tokens=self._cached),
@@ -163,7 +167,8 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=8192, metavar="N", help="stored and loaded (8192)")
     parser.add_argument("--lookup-tokens", type=int, default=32768, metavar="N", help="looked up (32768)")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="of torch (1)")
-    parser.add_argument("--calls-per-round", type=int, default=5, metavar="N", help="of the cases without bytes (5)")
+    parser.add_argument("--copies-per-turn", type=int, default=2, metavar="N", help="rounds of a turn (2)")
+    parser.add_argument("--calls-per-turn", type=int, default=10, metavar="N", help="the same without bytes (10)")
     return parser.parse_args()
 
 
