@@ -99,7 +99,7 @@ class CacheIndex:
         self._table.policy.touch(reversed(run))
         slots = run[start:]
         self._leases.hold(lease_id, client, slots, now, timeout_s=self._call_timeout_s)
-        return LoadPlan(lease_id, self._table.refs(slots), start)
+        return LoadPlan(lease_id, self._table.refs_of(keys[start : len(run)], slots), start)
 
     def share(self, plan: LoadPlan, lease_id: str, *, client: str, now: float) -> None:
         """Pin the refs of a load plan whose lease still lasts under one more lease; not another use of them."""

@@ -6,7 +6,7 @@ Apart from the index, so that ranks, engines and messages can speak of plans wit
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
+from itertools import repeat
 from typing import Final, NamedTuple
 
 
@@ -22,13 +22,13 @@ class ChunkRef(NamedTuple):
     generation: int
 
 
-_new_ref: Final[Callable[[tuple[bytes, int, int]], ChunkRef]] = partial(tuple.__new__, ChunkRef)
+_new_ref: Final[Callable[[type[ChunkRef], tuple[bytes, int, int]], ChunkRef]] = tuple.__new__
 """`ChunkRef._make` without its Python frame, which would be the largest single cost of a plan."""
 
 
 def make_refs(keys: Iterable[bytes], slots: Iterable[int], generations: Iterable[int]) -> tuple[ChunkRef, ...]:
     """Zip three columns of equal length into refs."""
-    return tuple(map(_new_ref, zip(keys, slots, generations, strict=True)))
+    return tuple(map(_new_ref, repeat(ChunkRef), zip(keys, slots, generations, strict=True)))
 
 
 class Deferred(Enum):

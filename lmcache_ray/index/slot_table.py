@@ -81,8 +81,11 @@ class SlotTable:
 
     def refs(self, slots: Sequence[int]) -> tuple[ChunkRef, ...]:
         """The present use of slots, none of which is FREE."""
-        keys, generations = map(self.key_of.__getitem__, slots), map(self.generation_of.__getitem__, slots)
-        return make_refs(keys, slots, generations)
+        return self.refs_of(map(self.key_of.__getitem__, slots), slots)
+
+    def refs_of(self, keys: Iterable[bytes], slots: Sequence[int]) -> tuple[ChunkRef, ...]:
+        """`refs` for whom has the keys of these slots already."""
+        return make_refs(keys, slots, map(self.generation_of.__getitem__, slots))
 
     def is_current(self, slot: int, generation: int) -> bool:
         """True if the slot is still, or was last, used under this generation; ProtocolError for an impossible slot."""

@@ -121,6 +121,7 @@ class WriteLedger:
         owing, plans_of, unjoined = self.owing, self.plans_of, self.unjoined
         generation_of = self._table.generation_of
         num_owed = 0
+        written: list[int] = []
         for position in positions:
             _, slot, generation = refs[position]
             owed = owing.get(slot, 0)
@@ -130,18 +131,21 @@ class WriteLedger:
             num_owed += answered.bit_count()
             owing[slot] = owed ^ answered
             if owed == answered and slot not in unjoined:
-                self._all_have_answered(slot)
+                written.append(slot)
+        self._all_have_answered(written)
         return num_owed
 
-    def _all_have_answered(self, slot: int) -> None:
-        table = self._table
-        if table.states[slot] == SlotState.WRITING:
-            table.mark_ready(slot)
-            self._decide(slot)
-        else:
-            table.free(slot)
-        del self.owing[slot]
-        self.plans_of.pop(slot, None)
+    def _all_have_answered(self, slots: Iterable[int]) -> None:
+        """Nobody owes anything for these slots any more: what is WRITING becomes READY, what is QUARANTINED FREE."""
+        table, writing = self._table, SlotState.WRITING.value
+        for slot in slots:
+            del self.owing[slot]
+            plans = self.plans_of.pop(slot, ())
+            if table.states[slot] == writing:
+                table.mark_ready(slot)
+                self._decide(plans[0])
+            else:
+                table.free(slot)
 
     def abort_store(self, plan_id: int) -> bool:
         """See `CacheIndex.abort_store`."""
@@ -171,18 +175,18 @@ class WriteLedger:
         if self._table.states[slot] == SlotState.WRITING:
             self.abort_write(slot)
         elif not self.owing[slot]:
-            self._all_have_answered(slot)
+            self._all_have_answered((slot,))
 
     def abort_write(self, slot: int) -> None:
         """A WRITING slot will not become READY; it is FREE if nobody has still to answer, else QUARANTINED."""
         self._table.withdraw(slot)
         self.unjoined.pop(slot, None)
-        self._decide(slot)
+        self._decide(self.plans_of[slot][0])
         if not self.owing[slot]:
-            self._all_have_answered(slot)
+            self._all_have_answered((slot,))
 
-    def _decide(self, slot: int) -> None:
-        opener = self.plans_of[slot][0]
+    def _decide(self, opener: OpenStore) -> None:
+        """One write that this plan opened is READY or aborted."""
         opener.undecided -= 1
         self._close_if_finished(opener)
 
