@@ -24,9 +24,8 @@ from benchmarks.cluster_parts.direct import measure_direct
 from benchmarks.cluster_parts.lookups import measure_lookups
 from benchmarks.cluster_parts.rows import measure_rows
 from benchmarks.cluster_parts.start import measure_start
-from benchmarks.cluster_parts.worlds import local_ray, per_rank_world, running
+from benchmarks.cluster_parts.worlds import local_ray
 from benchmarks.measure import begin_run, emit
-from benchmarks.workload import WIDE
 
 _MIB = 2**20
 
@@ -58,8 +57,6 @@ def main() -> None:
         parts["start"] = measure_start(starts=scale.starts)
     with local_ray():
         parts |= {name: measure() for name, measure in _parts(arguments, scale).items() if name in arguments.parts}
-        if {"rows", "direct"} & set(arguments.parts):
-            parts |= _parts_of_one_world(arguments.parts, scale)
     emit(run, results_of(parts))
 
 
@@ -72,19 +69,9 @@ def _parts(arguments: argparse.Namespace, scale: Scale) -> dict[str, Callable[[]
             peer_python=arguments.peer_python,
         ),
         "batches": lambda: measure_batches(num_requests=64, rounds=scale.batch_rounds),
+        "rows": lambda: measure_rows(sizes=scale.sizes, rounds=scale.row_rounds),
+        "direct": lambda: measure_direct(nbytes=max(scale.sizes), rounds=scale.direct_rounds),
     }
-
-
-def _parts_of_one_world(names: Sequence[str], scale: Scale) -> dict[str, Part]:
-    """Both are about large shards: they share 2 ranks of which each has room for the largest size, and no more."""
-    num_tokens = max(scale.sizes) // WIDE.token_nbytes
-    with running(per_rank_world(2, WIDE, kv_tokens=2 * num_tokens, capacity_tokens=num_tokens)) as cluster:
-        parts: dict[str, Part] = {}
-        if "rows" in names:
-            parts["rows"] = measure_rows(cluster, sizes=scale.sizes, rounds=scale.row_rounds)
-        if "direct" in names:
-            parts["direct"] = measure_direct(cluster, nbytes=max(scale.sizes), rounds=scale.direct_rounds)
-        return parts
 
 
 PARTS = ("start", "lookups", "batches", "rows", "direct")

@@ -1,49 +1,62 @@
 """`put` and `get`: the driver's own bytes, against memory copies of the same size in the driver.
 
-A `get` that copies answers with new memory, whose pages the kernel has to hand out first; so a copy into new memory is
-measured beside the copy between warm buffers.
+A `get` that copies answers with memory that may be new, whose pages the kernel has to hand out first; so a copy into
+new memory is measured beside the copies between warm buffers. Put and get copy on all processors, which the plain
+copies do not; so a plain copy on all of them is measured too.
 """
 
-import inspect
+import ctypes
+import os
 import time
+from concurrent.futures import Executor, ThreadPoolExecutor
 
 import torch
 
-from benchmarks.claims import Claim, Part, at_least, at_most, samples_json
-from benchmarks.cluster_parts.worlds import expect, no_op
+from benchmarks.claims import Claim, Part, at_least, at_most, beside, samples_json
+from benchmarks.cluster_parts.worlds import expect, no_op, per_rank_world, running
 from benchmarks.measure import Case, Json, Samples, TimedElsewhere, interleaved, progress, ratio
 from benchmarks.memory_copy import LIBC_COPY, TORCH_COPY, memory_copies
-from benchmarks.workload import WIDE, tokens
+from benchmarks.workload import CHUNK_SIZE, WIDE, tokens
 from cluster.client import CacheCluster
 
 NEW_MEMORY_COPY = "memory_copy_new"
-_VIEWS = "views"
+THREADS_COPY = "memory_copy_threads"
+_NUM_RANKS = 2
 _MIB = 2**20
 _COPIES = {
     TORCH_COPY: "torch copy_ between warm buffers",
     LIBC_COPY: "memmove between warm buffers",
     NEW_MEMORY_COPY: "torch copy_ into new memory",
+    THREADS_COPY: "memmove on all processors between warm buffers",
 }
+_PROMISED = (TORCH_COPY, LIBC_COPY)
 
 
-def measure_direct(cluster: CacheCluster, *, nbytes: int, rounds: int) -> Part:
-    """Put and get of `nbytes` per rank by copies, and of views of them; all ranks are on this node."""
+def measure_direct(*, nbytes: int, rounds: int) -> Part:
+    """Put and get of `nbytes` per rank by copies, and of views of them, on 2 ranks of the driver's node."""
     progress(f"put and get: {nbytes // _MIB} MiB per rank")
-    direct = _Direct(cluster, nbytes)
-    total = nbytes * cluster.link.world.layout.world_size
-    cases: dict[str, Case] = {
-        "no_op": no_op(cluster),
-        **memory_copies(total),
-        NEW_MEMORY_COPY: _copy_into_new_memory(total),
-        "put": direct.put,
-        "get": direct.get,
-    }
-    before: dict[str, Case] = {"put": direct.begin_new_prompt, "get": direct.put_if_missing}
-    if _VIEWS in inspect.signature(CacheCluster.get).parameters:
-        for name, case in (("get_views", direct.get_views), ("get_views_and_close", direct.get_views_and_close)):
-            cases[name], before[name] = case, direct.put_if_missing
-    samples = interleaved(cases, rounds=rounds, before=before)
-    direct.check()
+    # Twice the room: of an arena that is full of viewed chunks, views would be copies (`CachedViews.copied_ranks`).
+    capacity_tokens = 2 * nbytes // WIDE.token_nbytes
+    world = per_rank_world(_NUM_RANKS, WIDE, kv_tokens=CHUNK_SIZE, capacity_tokens=capacity_tokens)
+    with running(world) as cluster, ThreadPoolExecutor() as executor:
+        direct = _Direct(cluster, nbytes)
+        direct.fill_all_slots()
+        samples = interleaved(
+            {
+                "no_op": no_op(cluster),
+                **memory_copies(_NUM_RANKS * nbytes),
+                NEW_MEMORY_COPY: _copy_into_new_memory(_NUM_RANKS * nbytes),
+                THREADS_COPY: _copy_by_threads(_NUM_RANKS * nbytes, executor),
+                "put": direct.put,
+                "get": direct.get,
+                "get_views": direct.get_views,
+                "get_views_and_close": direct.get_views_and_close,
+            },
+            rounds=rounds,
+            before={"put": direct.begin_new_prompt}
+            | dict.fromkeys(("get", "get_views", "get_views_and_close"), direct.put_if_missing),
+        )
+        direct.check()
     facts: dict[str, Json] = {
         "nbytes_per_rank": nbytes,
         "torch_threads": torch.get_num_threads(),
@@ -68,8 +81,15 @@ class _Direct:
         generator = torch.Generator().manual_seed(0)
         self._shards = [
             [torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, generator=generator).view(torch.bfloat16)]
-            for _ in range(cluster.link.world.layout.world_size)
+            for _ in range(_NUM_RANKS)
         ]
+
+    def fill_all_slots(self) -> None:
+        """Write every slot once, so that none is fresh; there are twice as many as a prompt needs."""
+        for _ in range(2):
+            self._number += 1
+            self._tokens = [self._number, *self._tokens[1:]]
+            self.put()
 
     def begin_new_prompt(self) -> None:
         self._cluster.clear()
@@ -101,10 +121,18 @@ class _Direct:
     def check(self) -> None:
         """What comes back is what was put; compared as bytes, for which every bit pattern is equal to itself."""
         self.put_if_missing()
-        _, shards = self._cluster.get(self._tokens)
-        for rank, (wanted, found) in enumerate(zip(self._shards, shards, strict=True)):
-            if not torch.equal(wanted[0].view(torch.int16), found[0].view(torch.int16)):
-                raise RuntimeError(f"the driver got other bytes of rank {rank} back than it had put")
+        _, copies = self._cluster.get(self._tokens)
+        with self._cluster.get(self._tokens, views=True) as views:
+            if views.copied_ranks:
+                raise RuntimeError(f"of ranks {views.copied_ranks} there were copies instead of views")
+            for rank, (wanted, copied, viewed) in enumerate(zip(self._shards, copies, views[1], strict=True)):
+                joined = torch.cat(viewed[0], dim=2)
+                if not (_equal(wanted[0], copied[0]) and _equal(wanted[0], joined)):
+                    raise RuntimeError(f"the driver got other bytes of rank {rank} back than it had put")
+
+
+def _equal(wanted: torch.Tensor, found: torch.Tensor) -> bool:
+    return torch.equal(wanted.view(torch.int16), found.view(torch.int16))
 
 
 def _copy_into_new_memory(nbytes: int) -> Case:
@@ -112,16 +140,27 @@ def _copy_into_new_memory(nbytes: int) -> Case:
     return lambda: torch.empty_like(source).copy_(source)
 
 
+def _copy_by_threads(nbytes: int, executor: Executor) -> Case:
+    """One plain copy, in as many parts as there are processors."""
+    source, target = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))
+    num_parts = len(os.sched_getaffinity(0))
+    bounds = [nbytes * number // num_parts for number in range(num_parts + 1)]
+
+    def copy(first: int, end: int) -> None:
+        ctypes.memmove(target.data_ptr() + first, source.data_ptr() + first, end - first)
+
+    return lambda: list(executor.map(copy, bounds[:-1], bounds[1:]))
+
+
 def _claims(samples: dict[str, Samples], nbytes: int) -> list[Claim]:
     size = f"{nbytes // _MIB} MiB per rank"
-    claims = [
-        at_least(f"{name} as copies, {size}", 0.8, note=f"speed, of {shown}").of_speed(samples[name], samples[copy])
-        for name in ("get", "put")
-        for copy, shown in _COPIES.items()
-        if not (name == "put" and copy == NEW_MEMORY_COPY)  # a put writes into memory that is there
-    ]
+    claims = []
+    for call in ("get", "put"):
+        for copy, what in _COPIES.items():
+            name, note = f"{call} as copies, {size}", f"speed, of {what}"
+            promise = at_least(name, 0.8, note=note) if copy in _PROMISED else beside(name, "x", note)
+            claims.append(promise.of_speed(samples[call], samples[copy]))
     for case, name in (("get_views", "get as views"), ("get_views_and_close", "get as views, and close")):
-        if case in samples:
-            promise = at_most(f"{name}, {size}", 3.0, note="over a no-op call")
-            claims.append(promise.of_excess(samples[case], samples["no_op"]))
+        promise = at_most(f"{name}, {size}", 3.0, note="over a no-op call")
+        claims.append(promise.of_excess(samples[case], samples["no_op"]))
     return claims

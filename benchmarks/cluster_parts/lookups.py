@@ -81,7 +81,7 @@ def _beside_peer(
     """LMCache's lookups of as long a prompt, round by round in turn with ours."""
     rounds_of_both: list[dict[str, Samples]] = []
     for number in range(-_PEER_WARMUP, rounds):
-        ours = interleaved({form: cases[form] for form in _PEER_FORMS}, rounds=1, warmup=0)
+        ours = interleaved({name: cases[name] for name in ("no_op", *_PEER_FORMS)}, rounds=1, warmup=0)
         theirs = peer.round("lookup")
         if number >= 0:
             rounds_of_both.append(ours | {f"lmcache_{form}": theirs[f"lookup_{form}"] for form in _PEER_FORMS})

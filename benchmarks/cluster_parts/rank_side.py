@@ -29,11 +29,6 @@ def memory_copy(context: RankContext, name: str, nbytes: int, begin_at: float) -
     return time.perf_counter() - begin
 
 
-def free_copies(context: RankContext) -> None:
-    """Give the memory of the plain copies back."""
-    _copies_of.cache_clear()
-
-
 def broadcast_object(context: RankContext, obj: object, begin_at: float) -> float:
     """Rank 0 sends `obj` to the others; the seconds until this rank was done."""
     begin = _wait_until(begin_at)

@@ -6,7 +6,14 @@ from functools import partial
 import numpy as np
 
 from benchmarks.claims import Claim, Part, at_least, at_most, samples_json
-from benchmarks.cluster_parts.worlds import check_rows, concurrent_copy, copy_facts, expect, free_copies
+from benchmarks.cluster_parts.worlds import (
+    check_rows,
+    concurrent_copy,
+    copy_facts,
+    expect,
+    per_rank_world,
+    running,
+)
 from benchmarks.measure import Case, Json, Samples, interleaved, progress, ratio
 from benchmarks.memory_copy import LIBC_COPY, TORCH_COPY
 from benchmarks.workload import WIDE, Prompt
@@ -18,17 +25,18 @@ _LARGE_NBYTES = 64 * _MIB  # from here on speed counts, below it the time that i
 _COPIES = {TORCH_COPY: "torch copy_", LIBC_COPY: "memmove"}
 
 
-def measure_rows(cluster: CacheCluster, *, sizes: Sequence[int], rounds: int) -> Part:
+def measure_rows(*, sizes: Sequence[int], rounds: int) -> Part:
     """For each size in bytes per rank: store and retrieve, random and contiguous blocks, and the two plain copies."""
     claims: list[Claim] = []
-    measured: dict[str, Json] = copy_facts(cluster)
-    for nbytes in sizes:
-        progress(f"rows: {nbytes // _MIB} MiB per rank")
-        # The time of a large copy hardly varies, and each round moves a lot.
-        samples = _RowCases(cluster, nbytes).run(rounds if nbytes >= _LARGE_NBYTES else 2 * rounds)
-        claims += _claims(samples, nbytes)
-        measured[f"{nbytes // _MIB}_mib"] = samples_json(samples) | {"ratios": _ratios(samples)}
-    free_copies(cluster)
+    num_tokens = max(sizes) // WIDE.token_nbytes
+    with running(per_rank_world(2, WIDE, kv_tokens=2 * num_tokens, capacity_tokens=num_tokens)) as cluster:
+        measured: dict[str, Json] = copy_facts(cluster)
+        for nbytes in sorted(sizes, reverse=True):  # the largest fills all slots: none is fresh after its first round
+            progress(f"rows: {nbytes // _MIB} MiB per rank")
+            # The time of a large copy hardly varies, and each round moves a lot.
+            samples = _RowCases(cluster, nbytes).run(rounds if nbytes >= _LARGE_NBYTES else 2 * rounds)
+            claims += _claims(samples, nbytes)
+            measured[f"{nbytes // _MIB}_mib"] = samples_json(samples) | {"ratios": _ratios(samples)}
     return Part(claims, measured)
 
 

@@ -107,11 +107,6 @@ def retrieve_in_ranks(cluster: CacheCluster, tokens: Sequence[int], rows: np.nda
     return cluster.run_on_ranks(f"{_RANK_SIDE}:retrieve", list(tokens), rows)
 
 
-def free_copies(cluster: CacheCluster) -> None:
-    """Give the plain copies' memory back in all ranks."""
-    cluster.run_on_ranks(f"{_RANK_SIDE}:free_copies")
-
-
 def check_rows(cluster: CacheCluster, sources: np.ndarray, targets: np.ndarray) -> None:
     """RuntimeError unless every rank's KV rows `targets` are equal to its `sources`: what was timed did its work."""
     _check_same(_digests(cluster, sources), _digests(cluster, targets))
