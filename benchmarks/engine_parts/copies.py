@@ -5,18 +5,20 @@ from functools import partial
 
 import torch
 
-from benchmarks.claims import Claim, Part, at_least
+from benchmarks.claims import Claim, Part, at_least, beside
 from benchmarks.engine_parts.engines import engine_of, numpy_connector
 from benchmarks.engine_parts.turns import BothSides, in_turns
 from benchmarks.measure import Case, Json, Samples, interleaved, progress, ratio
-from benchmarks.memory_copy import TORCH_COPY, memory_copies
+from benchmarks.memory_copy import LIBC_COPY, TORCH_COPY, memory_copies
 from benchmarks.peers.child import PeerProcess
 from benchmarks.workload import CHUNK_SIZE, NARROW, WIDE, KVShape, Prompt, paged_kv
 from lmcache_ray.connector.row_copy import compiled_module
 
 _NARROW_SUFFIX = "_narrow"
 _NUMPY_SUFFIX = "_numpy"
+_CALLS = ("store", "retrieve")
 _BARS = {"random": 0.7, "contiguous": 0.95}
+_OF = {TORCH_COPY: "of torch's copy_ of as many bytes", LIBC_COPY: "of memmove of as many bytes"}
 _AGAIN_BAR = 20.0
 
 
@@ -118,10 +120,30 @@ def _speeds(both: BothSides, wide_nbytes: int, narrow_nbytes: int) -> dict[str, 
 
 
 def _claims(both: BothSides) -> list[Claim]:
-    claims = []
-    for order, bar in _BARS.items():
-        for call in ("store", "retrieve"):
-            promise = at_least(f"engine {call}, {order} blocks of 8 KiB", bar, note="of torch's copy_ of as many bytes")
-            claims.append(promise.of_speed(both.own[f"{call}_{order}"], both.own[TORCH_COPY]))
+    claims = [_claim(both, f"{call}_{order}", TORCH_COPY) for order in _BARS for call in _CALLS]
     again = at_least("engine store over storing again what is cached", _AGAIN_BAR, note="time over time")
-    return [*claims, again.of_ratio(ratio(both.own["store_random"], both.own["store_again"]))]
+    claims.append(again.of_ratio(ratio(both.own["store_random"], both.own["store_again"])))
+    claims += [_claim(both, f"{call}_{order}", LIBC_COPY) for order in _BARS for call in _CALLS]
+    others = [f"{call}_random{suffix}" for suffix in (_NARROW_SUFFIX, _NUMPY_SUFFIX) for call in _CALLS]
+    claims += [_claim(both, case, TORCH_COPY) for case in others]
+    for case in [f"{call}_{order}" for order in _BARS for call in _CALLS] if both.peer else []:
+        speed = beside(f"LMCache's engine {_in_words(case)}", "x", note=_OF[TORCH_COPY])
+        claims.append(speed.of_speed(both.peer[case], both.peer[TORCH_COPY]))
+    return claims
+
+
+def _claim(both: BothSides, case: str, copy: str) -> Claim:
+    """The speed of a case; what is promised is a share of torch's copy, of wide KV, by the compiled means."""
+    call, order, *_ = case.split("_")
+    has_bar = copy == TORCH_COPY and case == f"{call}_{order}"
+    name, note = f"engine {_in_words(case)}", _OF[copy]
+    promise = at_least(name, _BARS[order], note=note) if has_bar else beside(name, "x", note=note)
+    suffix = _NARROW_SUFFIX if case.endswith(_NARROW_SUFFIX) else ""
+    return promise.of_speed(both.own[case], both.own[copy + suffix])
+
+
+def _in_words(case: str) -> str:
+    call, order, *suffix = case.split("_")
+    shape = NARROW if suffix == ["narrow"] else WIDE
+    by_numpy = ", copied by NumPy" if suffix == ["numpy"] else ""
+    return f"{call}, {order} blocks of {shape.piece_nbytes // 1024} KiB{by_numpy}"

@@ -7,9 +7,9 @@ to leave the process, where shared memory would have served.
 from collections.abc import Mapping
 from functools import partial
 
-from benchmarks.claims import Part, samples_json
+from benchmarks.claims import Claim, Part, beside, samples_json
 from benchmarks.engine_parts.engines import engine_of
-from benchmarks.engine_parts.turns import in_turns
+from benchmarks.engine_parts.turns import BothSides, in_turns
 from benchmarks.measure import Case, Json, Samples, interleaved, progress, ratio
 from benchmarks.memory_copy import LIBC_COPY, TORCH_COPY, memory_copies
 from benchmarks.peers.child import PeerProcess
@@ -25,7 +25,7 @@ def measure_values(*, turns: int, peer: PeerProcess) -> Part:
     both = in_turns(partial(_ChunkCases().rounds, 1), peer, "values", turns=turns)
     speeds: dict[str, Json] = {"lmcache_ray": _speeds(both.own)} | _speeds(both.peer)
     times: dict[str, Json] = {"lmcache_ray": samples_json(both.own), "peers": samples_json(both.peer)}
-    return Part([], {"stores": peer.facts, "speeds": speeds, "times": times})
+    return Part(_claims(both), {"stores": peer.facts, "speeds": speeds, "times": times})
 
 
 class _ChunkCases:
@@ -52,6 +52,18 @@ class _ChunkCases:
         loaded = self._engine.retrieve(self._prompt.tokens, kvcaches=self._kvcaches, slot_mapping=rows)
         if not bool(loaded.all()):
             raise RuntimeError("the chunk was not loaded")
+
+
+def _claims(both: BothSides) -> list[Claim]:
+    """Each share is of the memmove in the process that was timed."""
+    return [
+        beside(f"{side}{case.replace('_', ' ')}, 8 MiB", "x", "of memmove of as many bytes").of_speed(
+            of_case, samples[LIBC_COPY]
+        )
+        for side, samples in (("engine ", both.own), ("", both.peer))
+        for case, of_case in samples.items()
+        if case not in _COPIES
+    ]
 
 
 def _speeds(samples: Mapping[str, Samples]) -> dict[str, Json]:

@@ -89,7 +89,9 @@ def test_the_engine_benchmark_puts_its_claims_first_and_all_times_after_them(tmp
     assert {"date", "commit", "is_tree_dirty", "cpu", "num_cores", "load_average"} <= document["run"].keys()
     results = document["results"]
     assert results["lmcache"] is None
-    assert [claim["bar"] for claim in results["claims"]] == [0.7, 0.7, 0.95, 0.95, 20.0]
+    bars = {claim["name"]: claim["bar"] for claim in results["claims"] if claim["bar"] is not None}
+    assert bars["engine store, random blocks of 8 KiB"] == 0.7
+    assert sorted(bars.values()) == [0.7, 0.7, 0.95, 0.95, 20.0]
     assert {"gb_per_s", "over_memory_copy_torch", "over_memory_copy_libc"} == results["measured"]["copies"]["speeds"][
         "store_random_narrow"
     ].keys()
