@@ -22,20 +22,23 @@ AnyArray: TypeAlias = NDArray[Any]
 
 
 def packed_integers(values: Sequence[int]) -> NDArray[np.int64]:
-    """A list or tuple of integers as a contiguous little-endian int64 array of its own.
+    """A list or tuple of integers from 0 to 2**63 - 1 as a contiguous array of its own.
 
-    Raises TypeError if anything in it is no integer (bools, floats and strings are none), and OverflowError if a value
-    does not fit 64 bits: `integer_of` finds the one at fault.
+    Raises TypeError if anything in it is no integer (bools, floats and strings are none), and OverflowError for other
+    integers: `integer_of` tells the ones at fault.
     """
-    try:
-        packed = array("I", values)  # many times faster than "q" and than NumPy, and most ids and rows are small
-    except OverflowError:
-        packed = array("q", values)
-    integers = np.array(packed, dtype="<i8")
-    # Bools pass as 1 and 0 above: only where these stand can one be.
-    suspects = np.flatnonzero(integers.view(np.uint64) < 2).tolist()
-    if set(map(type, map(values.__getitem__, suspects))) - {int} and any(_is_bool(values[at]) for at in suspects):
-        raise TypeError("a bool is no integer here")
+    if not values:
+        return np.empty(0, dtype=np.int64)
+    # Of all ways from a list, "Q" alone is fast and has 8 bytes. It takes bools, and more than 63 bits: as int64, one
+    # is 0 or 1 and the other negative.
+    integers = np.frombuffer(array("Q", values), dtype=np.int64)
+    small = np.flatnonzero(integers < 2)
+    if small.size:
+        if integers[small].min() < 0:
+            raise OverflowError("an integer has more than 63 bits")
+        suspects = [values[position] for position in small.tolist()]
+        if set(map(type, suspects)) != {int} and any(map(_is_bool, suspects)):
+            raise TypeError("a bool is no integer here")
     return integers
 
 

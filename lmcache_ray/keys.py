@@ -21,6 +21,9 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import islice
 from typing import Final, NamedTuple, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lmcache_ray.chunking import Span, chunk_spans
 from lmcache_ray.errors import ConfigError, InvalidRequestError, shown
 from lmcache_ray.tokens import TokenSequence, token_ids
@@ -147,18 +150,17 @@ class ChunkHasher:
         return chunk_spans(num_tokens, self.chunk_size, keep_partial=self.keep_partial)
 
     def keys(
-        self,
-        tokens: TokenSequence,
-        identity: RequestIdentity = _NO_IDENTITY,
-        *,
-        after: Sequence[bytes] = (),
+        self, tokens: TokenSequence, identity: RequestIdentity = _NO_IDENTITY, *, after: Sequence[bytes] = ()
     ) -> list[bytes]:
         """One 32-byte key per span of ``spans(len(tokens))``. Raises `InvalidRequestError` as `token_ids` does.
 
         With `after`, the keys that the same identity gives to a prompt's leading full chunks, `tokens` are those that
         follow these chunks, and have the keys that they would have in the whole prompt; nothing is hashed again.
         """
-        ids = token_ids(tokens)
+        return self.keys_of_ids(token_ids(tokens), identity, after=after)
+
+    def keys_of_ids(self, ids: NDArray[np.int64], identity: RequestIdentity, *, after: Sequence[bytes]) -> list[bytes]:
+        """As `keys`, of ids that `token_ids` has checked."""
         end_of_chunks = len(ids) if self.keep_partial else len(ids) - len(ids) % self.chunk_size
         chunked, base = ids[:end_of_chunks].data, len(after) * self.chunk_size
         digest = _checked_key(after[-1], f"after[{len(after) - 1}]") if after else self._root(identity)

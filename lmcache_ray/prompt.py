@@ -122,7 +122,7 @@ def _hashed(
     hasher: ChunkHasher, identity: RequestIdentity, full_chunks: tuple[bytes, ...], ids: NDArray[np.int64]
 ) -> Prompt:
     """The prompt that begins with the chunks of these keys and goes on with `ids`."""
-    keys = (*full_chunks, *hasher.keys(ids, identity, after=full_chunks))
+    keys = (*full_chunks, *hasher.keys_of_ids(ids, identity, after=full_chunks))
     tail = ids[len(ids) - len(ids) % hasher.chunk_size :].tobytes()
     return Prompt(len(full_chunks) * hasher.chunk_size + len(ids), keys, hasher, Growth(identity, tail))
 

@@ -49,12 +49,13 @@ def token_ids(tokens: TokenSequence) -> NDArray[np.int64]:
 
 def _from_sequence(tokens: Sequence[int]) -> NDArray[np.int64]:
     try:
-        ids = packed_integers(tokens)
-    except (TypeError, OverflowError):
-        _refuse_first_wrong(tokens)
-    if ids.size and ids.min() < 0:
-        _refuse_first_wrong(tokens)
-    return ids
+        return packed_integers(tokens).astype("<i8", copy=False)
+    except (TypeError, OverflowError) as error:
+        for position, value in enumerate(tokens):
+            token = integer_of(value)
+            if token is None or not 0 <= token <= MAX_TOKEN_ID:
+                _refuse_id(position, value)
+        raise InvalidRequestError(f"tokens changed while they were read; {_ACCEPTED_ID}") from error
 
 
 def _from_numpy(tokens: AnyArray, *, source: str) -> NDArray[np.int64]:
@@ -84,14 +85,6 @@ def _from_torch(tokens: "torch.Tensor") -> NDArray[np.int64]:
     if str(tokens.dtype) not in _TORCH_INTEGERS:
         raise InvalidRequestError(f"tokens is a torch tensor of dtype {tokens.dtype}; {_ACCEPTED_ID}")
     return _from_numpy(tensor_values(tokens, "tokens"), source="torch tensor")
-
-
-def _refuse_first_wrong(tokens: Sequence[object]) -> NoReturn:
-    for position, value in enumerate(tokens):
-        token = integer_of(value)
-        if token is None or not 0 <= token <= MAX_TOKEN_ID:
-            _refuse_id(position, value)
-    raise InvalidRequestError(f"tokens changed while they were read; {_ACCEPTED_ID}")
 
 
 def _refuse_id(position: int, value: object) -> NoReturn:

@@ -51,9 +51,7 @@ class PagedConnectors:
         if latest is not None and latest.is_of(layers):
             return latest.connector
         connector = PagedConnector(self._layout, layers)
-        self._latest = _Built(
-            connector, [weakref.ref(tensor, self._forget) for tensor in layers], list(map(_place, layers))
-        )
+        self._latest = _Built(connector, [weakref.ref(tensor, self._forget) for tensor in layers], _places(layers))
         return connector
 
     def _forget(self, _: weakref.ref[torch.Tensor]) -> None:
@@ -66,23 +64,28 @@ class _Built:
 
     connector: PagedConnector
     tensors: list[weakref.ref[torch.Tensor]]
-    places: "list[_Place]"
+    places: "_Places"
 
     def is_of(self, layers: Sequence[torch.Tensor]) -> bool:
         """Whether these are the very same tensors, and none was resized or given other memory since."""
         return (
             len(layers) == len(self.tensors)
             and all(known() is tensor for known, tensor in zip(self.tensors, layers, strict=True))
-            and list(map(_place, layers)) == self.places
+            and _places(layers) == self.places
         )
 
 
-_Place = tuple[int, torch.Size, torch.dtype, bool]
+_Places = tuple[list[int], list[torch.Size], list[torch.dtype], list[bool]]
 
 
-def _place(tensor: torch.Tensor) -> _Place:
-    """What a tensor's rows are addressed by: all of it can be changed in place."""
-    return tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.is_contiguous()
+def _places(tensors: Sequence[torch.Tensor]) -> _Places:
+    """What the tensors' rows are addressed by: all of it can be changed in place. In columns, as it is asked often."""
+    return (
+        [tensor.data_ptr() for tensor in tensors],
+        [tensor.shape for tensor in tensors],
+        [tensor.dtype for tensor in tensors],
+        [tensor.is_contiguous() for tensor in tensors],
+    )
 
 
 def _planes(layout: RankLayout, layers: Sequence[torch.Tensor]) -> Iterator[Plane]:
