@@ -1,7 +1,8 @@
 """The calls of a cluster: store, retrieve, lookup, clear, put and get, singly and many at a time.
 
-Apart from `client.py`, which makes and ends connections; `CacheCluster` is both. A prompt is named by its tokens, or
-by `hashes` and `offsets`: the 32-byte digests and the lengths of its chunks, for callers who have them already.
+Apart from `client.py`, which makes and ends connections; `CacheCluster` is both. A prompt is named by its tokens, by a
+`Prompt` made of them before, or by `hashes` and `offsets`: the 32-byte digests and the lengths of its chunks, for
+callers who have them already.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from lmcache_ray.chunking import Mask
 from lmcache_ray.clearing import ClearResult, names_cpu_tier
 from lmcache_ray.connector.base import SlotMapping
 from lmcache_ray.errors import ClusterError, InvalidRequestError
-from lmcache_ray.prompt import RequestConfigs, Tokens
+from lmcache_ray.prompt import Prompt, RequestConfigs, Tokens
 
 from .get_path import GetPath
 from .link import ClusterLink
@@ -41,6 +42,14 @@ class ClusterCalls:
         self._arenas = LocalArenas(link)
         self._put_path = PutPath(link, self._arenas)
         self._get_path = GetPath(link, self._arenas)
+
+    def prompt(self, tokens: Tokens, request_configs: RequestConfigs | None = None) -> Prompt:
+        """The prompt of these tokens, hashed once for any number of calls, and `extended` when it has grown.
+
+        Every call here that takes tokens takes it in their place.
+        """
+        self._link.check_open()
+        return prompt_of(self._link.hasher, Request(tokens, request_configs=request_configs))
 
     # -- rows of the ranks' paged KV ----------------------------------------------------------------------------------
 

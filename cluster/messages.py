@@ -89,9 +89,11 @@ class PackedRows:
         """`rows` has one int64 array per chunk."""
         counts = np.array([len(chunk) for chunk in rows], dtype=np.int64)
         flat = np.concatenate(rows) if rows else np.empty(0, dtype=np.int64)
-        begins = np.flatnonzero(np.diff(flat, prepend=flat[:1] - 2) != 1)
-        lengths = np.diff(begins, append=len(flat))
-        return PackedRows(flat[begins].tobytes(), lengths.tobytes(), counts.tobytes())
+        is_first = np.ones(len(flat) + 1, dtype=bool)  # of its run; one more for the end of the last
+        np.not_equal(flat[1:] - 1, flat[:-1], out=is_first[1:-1])
+        borders = np.flatnonzero(is_first)
+        begins = borders[:-1]
+        return PackedRows(flat[begins].tobytes(), (borders[1:] - begins).tobytes(), counts.tobytes())
 
     def unpack(self) -> list[np.ndarray]:
         """One int64 array per chunk again."""
@@ -99,9 +101,13 @@ class PackedRows:
         lengths = np.frombuffer(self.lengths, dtype=np.int64)
         counts = np.frombuffer(self.rows_per_chunk, dtype=np.int64)
         ends = np.cumsum(lengths)
-        flat = np.arange(ends[-1] if len(ends) else 0, dtype=np.int64)
-        flat += np.repeat(starts - (ends - lengths), lengths)
-        return np.split(flat, np.cumsum(counts)[:-1]) if len(counts) else []
+        flat = np.repeat(starts - (ends - lengths), lengths)
+        flat += np.arange(len(flat))
+        begin, rows = 0, []
+        for count in counts.tolist():
+            rows.append(flat[begin : begin + count])
+            begin += count
+        return rows
 
 
 def pack_numbers(numbers: Iterable[int]) -> bytes:

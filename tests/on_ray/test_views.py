@@ -15,6 +15,8 @@ import ray
 import torch
 
 from cluster.client import CacheCluster, Request
+from cluster.coordinator_client import CoordinatorClient
+from cluster.messages import LoadItem, pack_keys
 from cluster.views import CachedViews
 from lmcache_ray.errors import InvalidRequestError
 from lmcache_ray.shape_spec import parse_kvcache_shape_spec
@@ -174,6 +176,16 @@ def test_a_killed_driver_lets_its_views_go(cluster: CacheCluster, ray_nodes: lis
         driver.communicate()
 
 
+def test_nothing_is_kept_for_a_client_that_is_not_known(cluster: CacheCluster) -> None:
+    """Its lease would never end."""
+    cluster.put(TOKENS, odd_shards(cluster.link.world.layout, len(TOKENS), seed=11))
+    nobody = CoordinatorClient(cluster.link.coordinator.actor, "nobody", timeout_s=10)
+    asked = LoadItem(pack_keys(cluster.prompt(TOKENS).keys), 0, ("of-nobody",), keep=True)
+    (planned,) = nobody.prepare_loads([asked])
+    assert (len(planned.refs), planned.is_kept, cluster.status().view_leases) == (3, False, 0)
+    nobody.complete([], ["of-nobody"])
+
+
 def test_a_batch_of_views_keeps_its_order_and_each_item_fails_alone(cluster: CacheCluster) -> None:
     shards = odd_shards(cluster.link.world.layout, len(TOKENS), seed=7)
     cluster.put(TOKENS, shards)
@@ -202,6 +214,7 @@ def test_tensors_outlive_their_connection(cluster: CacheCluster) -> None:
 
 def test_keys_name_a_prompt_as_well_as_its_tokens(cluster: CacheCluster) -> None:
     layout, hasher = cluster.link.world.layout, cluster.link.hasher
+    assert cluster.lookup(cluster.prompt(TOKENS)) == 0
     keys, lengths, rows = hasher.keys(TOKENS), [C] * 3, np.arange(3 * C)
     shards = odd_shards(layout, len(TOKENS), seed=9)
     assert cluster.put(None, shards, hashes=keys, offsets=lengths) == len(TOKENS)
@@ -211,6 +224,7 @@ def test_keys_name_a_prompt_as_well_as_its_tokens(cluster: CacheCluster) -> None
     assert cluster.lookup(TOKENS, search_range=["disk"]) == 0
     cluster.lookup_unpin("id")
     assert_same(shard_bytes(cluster.get(hashes=keys, offsets=lengths)[1]), shard_bytes(shards))
+    assert_same(shard_bytes(cluster.get(cluster.prompt(TOKENS))[1]), shard_bytes(shards))
     with cluster.get(hashes=keys[:1], offsets=[C], views=True) as found:
         assert_rows(found, shards, slice(0, C))
     assert cluster.retrieve(None, rows, hashes=keys, offsets=lengths).all()
