@@ -96,7 +96,7 @@ def part_of(setting: Setting, outcomes: Sequence[Outcome], exact_hits: int | Non
     )
     claims: list[Claim] = [
         seconds.of_spread(Spread.of([outcome.whole_s for outcome in outcomes])),
-        beside(f"of it requests, {setting.name}", "s", "without starting and ending processes").of_spread(
+        beside(f"of which the requests took, {setting.name}", "s", "without start and end").of_spread(
             Spread.of([outcome.number("seconds") for outcome in outcomes])
         ),
         beside(f"hit rate, {setting.name}", "", "blocks found of blocks looked up").of_spread(

@@ -11,7 +11,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,17 +28,17 @@ _ORDER = ("engine", "cluster", "broadcast", "index_scale", "replay")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of a table: a claim as a document has it, or any other number that was measured."""
+    """One line of a table: a claim (`claims.py`) as a document has it."""
 
     name: str
     value: float
-    low: float | None = None
-    high: float | None = None
-    unit: str = ""
-    side: str = ""
-    bar: float | None = None
-    holds: bool | None = None
-    note: str = ""
+    low: float
+    high: float
+    unit: str
+    side: str
+    bar: float | None
+    holds: bool | None
+    note: str
 
     def cells(self) -> tuple[str, ...]:
         """As text, in the order of the table's head."""
@@ -46,7 +46,7 @@ class Row:
             self.name,
             "" if self.bar is None else f"{'≥' if self.side == '>=' else '≤'} {shown(self.bar, self.unit, exact=True)}",
             shown(self.value, self.unit),
-            "" if self.low is None or self.high is None else f"{shown(self.low)} to {shown(self.high)}",
+            "" if self.low == self.high else f"{shown(self.low)} to {shown(self.high)}",
             {True: "yes", False: "**no**", None: ""}[self.holds],
             self.note,
         )
@@ -66,29 +66,10 @@ class Document:
         """ValueError, naming `source`, for anything but a script's document."""
         try:
             found = json.loads(text)
-            results = found["results"]
-            claims = results.get("claims")
-            rows = list(numbers_in(results)) if claims is None else [Row(**claim) for claim in claims]
+            rows = [Row(**claim) for claim in found["results"]["claims"]]
             return cls(found["benchmark"], found["arguments"], found["run"], rows)
-        except (json.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(f"{source} is no document of a benchmark: {type(error).__name__}: {error}") from error
-
-
-def numbers_in(results: object, path: tuple[str, ...] = ()) -> Iterator[Row]:
-    """Every ratio, time and plain number of results that make no claims, named by where it stands."""
-    name = " · ".join(path).replace("_", " ")
-    if isinstance(results, Mapping):
-        if "of_medians" in results:
-            spread = results["per_round"]
-            yield Row(name, results["of_medians"], spread["lower_quartile"], spread["upper_quartile"], "x")
-        elif "median_s" in results:
-            median, low, high = (results[key] * 1000 for key in ("median_s", "lower_quartile_s", "upper_quartile_s"))
-            yield Row(name, median, low, high, "ms")
-        else:
-            for key, value in results.items():
-                yield from numbers_in(value, (*path, str(key)))
-    elif isinstance(results, int | float) and not isinstance(results, bool):
-        yield Row(name, results)
 
 
 def shown(value: float, unit: str = "", *, exact: bool = False) -> str:

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.claims import Bar, Claim, Part, at_least, at_most, beside, results_of
-from benchmarks.measure import Samples, Spread, TimedElsewhere, interleaved
+from benchmarks.measure import Samples, TimedElsewhere, interleaved
 from benchmarks.replay import Outcome, Setting, count_hits, part_of
-from benchmarks.report import Document, Row, blocks_of, missed_table, numbers_in, shown, table, with_blocks
+from benchmarks.report import Document, Row, blocks_of, missed_table, shown, table, with_blocks
 from cluster.workload import TraceRequest
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "performance.md"
@@ -37,6 +37,10 @@ def document_of(benchmark: str, *claims: Claim, **run: object) -> Document:
         }
     )
     return Document.parse(text, "a test")
+
+
+def row_of(claim: Claim) -> Row:
+    return Row(**claim.to_json())  # type: ignore[arg-type]  # a row has a claim's fields
 
 
 class TestClaims:
@@ -94,28 +98,16 @@ class TestShown:
 class TestTable:
     def test_a_row_has_number_bar_value_quartiles_and_verdict(self) -> None:
         claim = Claim("store", 0.65, 0.6, 0.72, "x", Bar.AT_LEAST, 0.7, "of a copy")
-        row = table([Row(**claim.to_json())]).splitlines()[-1]  # type: ignore[arg-type]
+        row = table([row_of(claim)]).splitlines()[-1]
         assert row == "| store | ≥ 0.7 x | 0.650 x | 0.600 to 0.720 | **no** | of a copy |"
 
-    def test_a_row_without_a_bar_has_no_verdict(self) -> None:
-        assert table([Row("hits", 12031)]).splitlines()[-1] == "| hits |  | 12,031 |  |  |  |"
+    def test_a_row_of_one_round_without_a_bar_has_neither_quartiles_nor_verdict(self) -> None:
+        assert table([row_of(beside("hits", "").claim(12031, 12031, 12031))]).splitlines()[-1] == (
+            "| hits |  | 12,031 |  |  |  |"
+        )
 
     def test_a_bar_in_a_text_does_not_end_its_cell(self) -> None:
-        assert "a \\| b" in table([Row("a | b", 1)])
-
-    def test_numbers_of_results_without_claims_are_named_by_their_place(self) -> None:
-        spread = Spread.of([2.0, 2.0])
-        results = {
-            "of_a": {"of_medians": 2.5, "per_round": spread.to_json()},
-            "times": {"call": Samples((0.5,)).to_json()},
-            "count": 3,
-            "is_fast": True,
-            "name": "text",
-        }
-        rows = {row.name: row for row in numbers_in(results)}
-        assert rows.keys() == {"of a", "times · call", "count"}
-        assert (rows["of a"].value, rows["of a"].low, rows["of a"].unit) == (2.5, 2.0, "x")
-        assert (rows["times · call"].value, rows["times · call"].unit) == (500.0, "ms")
+        assert "a \\| b" in table([row_of(beside("a | b").claim(1, 1, 1))])
 
 
 class TestDocuments:
