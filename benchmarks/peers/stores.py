@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-os.environ["GLOG_minloglevel"] = "3"  # noqa: SIM112  # else Mooncake tells on stderr all that it does
+os.environ["MC_LOG_LEVEL"] = "ERROR"  # else Mooncake tells on stderr all that it does; read when it is imported
 
 _HOST = "127.0.0.1"
 _TIMEOUT_S = 30.0
