@@ -1,6 +1,6 @@
 """The engine's speed in one process: store and retrieve against memory copies, lookups and bookkeeping against LMCache.
 
-    python benchmarks/engine.py                                     # about a minute, 3 GiB of memory
+    python benchmarks/engine.py                                     # about a minute, 2 GiB of memory
     python benchmarks/engine.py --peer-python /path/to/python       # other caches beside it: two minutes, 6 GiB
     python benchmarks/engine.py --quick
 
