@@ -1,0 +1,1 @@
+"""The parts of `index_scale.py`, one file per question."""
