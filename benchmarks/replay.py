@@ -91,8 +91,10 @@ def part_of(setting: Setting, outcomes: Sequence[Outcome], exact_hits: int | Non
     workload = f"{last.number('requests'):,.0f} requests on {last.number('world_size'):.0f} ranks, {setting.name}"
     is_promised = is_from_trace and exact_hits is not None and last.number("requests") == _CONVERSATION_REQUESTS
     note = "from the start of the process to its end, Ray included"
-    seconds = at_most(f"replay of {workload}", _BAR_S, "s", note) if is_promised else beside(
-        f"replay of {workload}", "s", note
+    seconds = (
+        at_most(f"replay of {workload}", _BAR_S, "s", note)
+        if is_promised
+        else beside(f"replay of {workload}", "s", note)
     )
     claims: list[Claim] = [
         seconds.of_spread(Spread.of([outcome.whole_s for outcome in outcomes])),
