@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from lmcache_ray.shard import ArenaSource, ChunkSource, PayloadSource, leading, 
 from .batching import each_item
 from .deadline import Deadline
 from .link import ClusterLink
-from .local_arenas import LocalArenas
+from .local_arenas import WORTH_A_THREAD_NBYTES, LocalArenas
 from .messages import LoadItem, PackedRefs, Payload, PlannedLoad, pack_keys, unpack_flags
 from .ray_calls import Ref, calling, wait_for_rank
 from .requests import CheckedSpan, Request, check_span
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     import torch
 
     Copies = tuple[int, list[list[torch.Tensor]]]
-
-_WORTH_A_THREAD_NBYTES: Final = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +130,8 @@ class GetPath:
             parts = self._parts(found, rank, len(ranks))
             num_jobs[rank] = len(parts)
             jobs += [partial(_read_part, source, found, part, connector) for part in parts]
-        flags = iter(self._arenas.run_together(jobs))
+        nbytes = found.num_rows * sum(layout.ranks[rank].token_nbytes for rank in ranks)
+        flags = iter(self._arenas.run_together(jobs, nbytes=nbytes))
         good = {rank: [flag for _ in range(num_jobs[rank]) for flag in next(flags)] for rank in ranks}
         return {rank: (shard, leading(good[rank])) for rank, shard in shards.items()}
 
@@ -140,7 +139,7 @@ class GetPath:
         """The chunks of one rank, in as many parts as there are processors for it."""
         num_chunks, nbytes = len(found.refs), found.num_rows * self._link.world.layout.ranks[rank].token_nbytes
         most = max(1, self._arenas.num_processors // num_ranks) if self._link.is_here(rank) else 1
-        num_parts = max(1, min(most, num_chunks, nbytes // _WORTH_A_THREAD_NBYTES))
+        num_parts = max(1, min(most, num_chunks, nbytes // WORTH_A_THREAD_NBYTES))
         borders = [num_chunks * part // num_parts for part in range(num_parts + 1)]
         return [range(begin, end) for begin, end in pairwise(borders)]
 

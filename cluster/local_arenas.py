@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from lmcache_ray.arena.copy_on_write import CopyOnWriteMaps
 from lmcache_ray.arena.mapped import ArenaMap
@@ -20,6 +20,9 @@ from .deadline import Deadline
 from .link import ClusterLink
 
 Result = TypeVar("Result")
+
+WORTH_A_THREAD_NBYTES: Final = 4 * 2**20
+"""A smaller copy is done before another thread has begun."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +71,13 @@ class LocalArenas:
                 self._maps[rank] = LocalArena(mapped, EngineShard(mapped.slots), CopyOnWriteMaps(mapped.copy_on_write))
             return self._maps[rank]
 
-    def run_together(self, jobs: Sequence[Callable[[], Result]]) -> list[Result]:
-        """Run all copies side by side; their results, or the first error. All have ended when this returns or raises.
+    def run_together(self, jobs: Sequence[Callable[[], Result]], *, nbytes: int) -> list[Result]:
+        """Run copies of `nbytes` in all side by side; their results, or the first error. All have ended then.
 
         An interrupt waits for them too: nobody may be told that a slot is not being written while it is.
         """
+        if nbytes < WORTH_A_THREAD_NBYTES:
+            return [job() for job in jobs]
         others = [self._threads.submit(job) for job in jobs[1:]]
         try:
             first = [job() for job in jobs[:1]]

@@ -65,7 +65,11 @@ class PutPath:
                 with calling(f"rank {rank}"):
                     calls[rank] = self._send(rank, list(writes.values()))
             here = [rank for rank in link.world.layout.holders if link.is_here(rank)]
-            self._arenas.run_together([partial(self._write_here, rank, writes, written, failures) for rank in here])
+            num_chunks = sum(len(write.refs) for write in writes.values())
+            self._arenas.run_together(
+                [partial(self._write_here, rank, writes, written, failures) for rank in here],
+                nbytes=num_chunks * sum(link.world.layout.ranks[rank].slot_nbytes for rank in here),
+            )
             for rank, call in calls.items():
                 self._take_answer(rank, call, writes, written, deadline)
         except LMCacheRayError as error:
