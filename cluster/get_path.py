@@ -15,7 +15,7 @@ import numpy as np
 
 from lmcache_ray.connector.base import KVConnector
 from lmcache_ray.connector.dense import DenseConnector
-from lmcache_ray.errors import ArenaError, LMCacheRayError, RankUnavailableError
+from lmcache_ray.errors import ArenaError, RankUnavailableError
 from lmcache_ray.index.plans import ChunkRef
 from lmcache_ray.shard import ArenaSource, ChunkSource, PayloadSource, leading, read_chunks
 
@@ -163,7 +163,7 @@ class GetPath:
         try:
             keep = any(link.is_here(rank) for rank in link.world.layout.holders)
             planned = self._plan(items, lease_ids, deadline, keep=keep)
-        except LMCacheRayError:
+        except BaseException:
             for lease_id in lease_ids:
                 link.abandon(lease_id)  # it may have been granted, and would not end by time
             raise

@@ -86,6 +86,8 @@ class CachedViews(tuple[int, list[ViewedShard]]):
     copied_ranks: tuple[int, ...]
     """Ranks (numbers of the world) whose tensors are copies: they run on other nodes, or views hold their share of the
     arena already. Copies stay what they are."""
+    _viewed: tuple[ViewedChunks, ...]
+    _lease: ViewLease | None
 
     def __new__(
         cls,
@@ -102,9 +104,6 @@ class CachedViews(tuple[int, list[ViewedShard]]):
         made._viewed = tuple(viewed)
         made._lease = lease
         return made
-
-    _viewed: tuple[ViewedChunks, ...]
-    _lease: ViewLease | None
 
     @property
     def num_tokens(self) -> int:
