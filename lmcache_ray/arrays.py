@@ -7,11 +7,12 @@ no Python work per value; only a refusal looks at single ones.
 import sys
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeGuard, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lmcache_ray.compiled import compiled_module
 from lmcache_ray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -20,6 +21,16 @@ if TYPE_CHECKING:
 AnyArray: TypeAlias = NDArray[Any]
 """An array whose dtype is still to be checked."""
 
+_FORMAT: Final = 1  # of the compiled module's arguments; see `_integers.c`
+
+
+class _CompiledIntegers(Protocol):
+    """What `_integers.c` defines."""
+
+    def pack(self, values: Sequence[int], packed: NDArray[np.int64], /) -> bool:
+        """Write each value; False, and unfinished, if one is no exact int or not within 0 to 2**63 - 1."""
+        ...
+
 
 def packed_integers(values: Sequence[int]) -> NDArray[np.int64]:
     """A list or tuple of integers from 0 to 2**63 - 1 as a contiguous array of its own.
@@ -27,6 +38,15 @@ def packed_integers(values: Sequence[int]) -> NDArray[np.int64]:
     Raises TypeError if anything in it is no integer (bools, floats and strings are none), and OverflowError for other
     integers: `integer_of` tells the ones at fault.
     """
+    integers = np.empty(len(values), dtype=np.int64)
+    compiled = _compiled()
+    if compiled is not None and compiled.pack(values, integers):
+        return integers
+    return _packed_in_python(values)
+
+
+def _packed_in_python(values: Sequence[int]) -> NDArray[np.int64]:
+    """`packed_integers`, of anything."""
     if not values:
         return np.empty(0, dtype=np.int64)
     # Of all ways from a list, "Q" alone is fast and has 8 bytes. It takes bools, and more than 63 bits: as int64, one
@@ -77,6 +97,10 @@ def tensor_values(tensor: "torch.Tensor", name: str) -> AnyArray:
     if values is None:  # NumPy would read at address 0
         raise InvalidRequestError(f"{name} is a torch tensor whose memory was given back; accepted: one with values")
     return values
+
+
+def _compiled() -> _CompiledIntegers | None:
+    return cast(_CompiledIntegers | None, compiled_module("lmcache_ray._integers", form=_FORMAT))
 
 
 def _is_bool(value: object) -> bool:

@@ -48,7 +48,7 @@ fi
 python="$(find_python)"
 version="$("$python" -c 'import platform; print(platform.python_implementation(), platform.python_version())')"
 # The root is in it because a moved .venv, and an editable install of a moved folder, are broken.
-wanted="$("$python" - "$version" "$root" "$root/pyproject.toml" "$root/constraints.txt" "$root"/lmcache_ray/*/*.c <<'PY'
+wanted="$("$python" - "$version" "$root" "$root/pyproject.toml" "$root/constraints.txt" "$root"/lmcache_ray/{,*/}*.c <<'PY'
 import hashlib, pathlib, sys
 version, root, *files = sys.argv[1:]
 contents = [pathlib.Path(file).read_bytes() for file in files]

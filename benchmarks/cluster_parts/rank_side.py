@@ -71,6 +71,6 @@ def digest(context: RankContext, rows: np.ndarray) -> str:
 
 def copy_facts(context: RankContext) -> tuple[int, bool]:
     """Threads of torch in this process, and whether rows are copied by the compiled means."""
-    from lmcache_ray.connector.row_copy import compiled_module
+    from lmcache_ray.connector.row_copy import compiled_copy
 
-    return torch.get_num_threads(), compiled_module() is not None
+    return torch.get_num_threads(), compiled_copy() is not None

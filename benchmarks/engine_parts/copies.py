@@ -12,7 +12,7 @@ from benchmarks.measure import Case, Json, Samples, interleaved, progress, ratio
 from benchmarks.memory_copy import LIBC_COPY, TORCH_COPY, memory_copies
 from benchmarks.peers.child import PeerProcess
 from benchmarks.workload import CHUNK_SIZE, NARROW, WIDE, KVShape, Prompt, paged_kv
-from lmcache_ray.connector.row_copy import compiled_module
+from lmcache_ray.connector.row_copy import compiled_copy
 
 _NARROW_SUFFIX = "_narrow"
 _NUMPY_SUFFIX = "_numpy"
@@ -38,7 +38,7 @@ def measure_copies(*, num_tokens: int, turns: int, rounds_per_turn: int, peer: P
     measured: dict[str, Json] = {
         "num_tokens": num_tokens,
         "torch_threads": torch.get_num_threads(),
-        "row_copy": "numpy" if compiled_module() is None else "compiled",
+        "row_copy": "numpy" if compiled_copy() is None else "compiled",
         "wide": _shape_json(WIDE, wide.nbytes),
         "narrow": _shape_json(NARROW, narrow.nbytes),
         "speeds": _speeds(both, wide.nbytes, narrow.nbytes),

@@ -4,25 +4,15 @@ The compiled one (`_row_copy.c`) works at the speed of memory and without the in
 package where there is a C compiler; where there is none, NumPy does the same at about half the speed or less.
 """
 
-import logging
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib.machinery import PathFinder
-from importlib.util import module_from_spec
-from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol, cast
+from typing import Final, Protocol, cast
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from importlib.machinery import ModuleSpec
-
-logger = logging.getLogger(__name__)
+from lmcache_ray.compiled import compiled_module
 
 _FORMAT: Final = 1  # of the compiled module's arguments; see `_row_copy.c`
-_NAME: Final = "lmcache_ray.connector._row_copy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +41,9 @@ class RowCopy(Protocol):
 
 
 def row_copy(planes: Sequence[Plane]) -> RowCopy:
-    """The fastest copy that there is here. Says once in the log if that is not the compiled one."""
-    compiled = compiled_module()
-    if compiled is None:
-        _say_that_it_is_slow()
-        return NumPyRowCopy(planes)
-    return CompiledRowCopy(planes, compiled)
+    """The fastest copy that there is here."""
+    compiled = compiled_copy()
+    return NumPyRowCopy(planes) if compiled is None else CompiledRowCopy(planes, compiled)
 
 
 class NumPyRowCopy:
@@ -114,35 +101,9 @@ class CompiledRowCopy:
         self._compiled.scatter(self._table, np.ascontiguousarray(rows), shard, first_row, self._streaming)
 
 
-@cache
-def compiled_module() -> CompiledModule | None:
-    """The compiled copies; None where the package was installed without a compiler.
-
-    Looked for beside this file, then in the installations on the path: a source tree that was copied to another place,
-    as Ray copies a job's working directory, comes without its compiled part.
-    """
-    folders = [Path(__file__).parent, *(Path(entry, *_NAME.split(".")[:-1]) for entry in sys.path)]
-    spec = PathFinder.find_spec(_NAME, [str(folder) for folder in folders])
-    if spec is None:
-        return None
-    return _load(spec)
-
-
-def _load(spec: "ModuleSpec") -> CompiledModule | None:
-    module = module_from_spec(spec)
-    assert spec.loader is not None
-    spec.loader.exec_module(module)
-    if getattr(module, "FORMAT", None) != _FORMAT:
-        logger.warning("%s was built from another version and is not used; install the package again", spec.origin)
-        return None
-    return cast(CompiledModule, module)
-
-
-@cache
-def _say_that_it_is_slow() -> None:
-    logger.warning(
-        "rows are copied by NumPy, which is slower: %s was not built; install a C compiler and the package again", _NAME
-    )
+def compiled_copy() -> CompiledModule | None:
+    """The compiled copies; None, which the log says once, where they were not built."""
+    return cast(CompiledModule | None, compiled_module("lmcache_ray.connector._row_copy", form=_FORMAT))
 
 
 def _packed(plane: Plane) -> tuple[int, int, int, int, int]:
