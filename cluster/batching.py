@@ -11,8 +11,13 @@ from .requests import HasPrompt, Request
 Item = TypeVar("Item", bound=HasPrompt)
 Result = TypeVar("Result")
 
-CHUNK_NBYTES: Final = 64
-"""What a chunk adds to the largest message about it: key, slot, generation, and its run of KV rows."""
+REF_NBYTES: Final = 48
+"""What a planned chunk adds to a message: key, slot and generation."""
+
+
+def nbytes_of_refs(item: HasPrompt) -> int:
+    """Bytes of the largest message about an item of which only chunks are told."""
+    return len(item.prompt.keys) * REF_NBYTES
 
 
 def each_item(
@@ -20,12 +25,12 @@ def each_item(
     check: Callable[[Request], Item],
     run: Callable[[Sequence[Item]], Sequence[Result | Exception]],
     *,
-    chunk_nbytes: int = CHUNK_NBYTES,
+    nbytes_of: Callable[[Item], int] = nbytes_of_refs,
 ) -> list[Result | Exception]:
     """Check each request, run the good ones in batches that fit a message, and put every answer in its place.
 
-    `chunk_nbytes` is what a chunk adds to the largest message. A wrong request fails alone; an error of a whole batch
-    is the answer of each of its items.
+    ``nbytes_of(item)`` is what an item adds to the largest message. A wrong request fails alone; an error of a whole
+    batch is the answer of each of its items.
     """
     results: list[Result | Exception | None] = [None] * len(requests)
     good: list[tuple[int, Item]] = []
@@ -36,7 +41,7 @@ def each_item(
             good.append((position, check(request)))
         except (LMCacheRayError, TypeError) as error:
             results[position] = error
-    for batch in batches([len(item.prompt.keys) * chunk_nbytes for _, item in good]):
+    for batch in batches([nbytes_of(item) for _, item in good]):
         part = [good[index] for index in batch]
         try:
             answers = run([item for _, item in part])

@@ -42,4 +42,4 @@ def lookup_prompts(
             counts = [0] * len(items)
         return [item.prompt.tokens_in(count) for item, count in zip(items, counts, strict=True)]
 
-    return each_item(requests, check, run, chunk_nbytes=KEY_NBYTES)
+    return each_item(requests, check, run, nbytes_of=lambda item: len(item.prompt.keys) * KEY_NBYTES)

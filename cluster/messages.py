@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .ray_calls import Ref
 
 MESSAGE_NBYTES: Final = 80 * 1024
+_NUMBER_NBYTES: Final = 8
 
 
 def pack_keys(keys: Iterable[bytes]) -> bytes:
@@ -83,6 +84,12 @@ class PackedRows:
     starts: bytes
     lengths: bytes
     rows_per_chunk: bytes
+
+    @staticmethod
+    def most_nbytes(rows: np.ndarray, num_chunks: int) -> int:
+        """Bytes that rows of a prompt take at most when packed as this many chunks."""
+        num_runs = 1 + np.count_nonzero(rows[1:] - 1 != rows[:-1])
+        return int(2 * num_runs + num_chunks) * _NUMBER_NBYTES
 
     @staticmethod
     def pack(rows: Sequence[np.ndarray]) -> PackedRows:

@@ -13,7 +13,7 @@ from lmcache_ray.errors import ClusterError, RankDiedError, RankUnavailableError
 from lmcache_ray.layout import Placement
 from lmcache_ray.shard import leading
 
-from .batching import each_item
+from .batching import each_item, nbytes_of_refs
 from .deadline import Deadline
 from .link import ClusterLink
 from .messages import (
@@ -44,7 +44,7 @@ def store_rows(link: ClusterLink, requests: Sequence[Request]) -> list[int | Exc
     def check(request: Request) -> CheckedRows:
         return check_rows(link.hasher, request, num_kv_rows=link.num_kv_rows, aligned=True)
 
-    return each_item(requests, check, lambda items: _store_batch(link, items, deadline))
+    return each_item(requests, check, lambda items: _store_batch(link, items, deadline), nbytes_of=_nbytes_of)
 
 
 def retrieve_rows(link: ClusterLink, requests: Sequence[Request]) -> list[np.ndarray | Exception]:
@@ -54,7 +54,12 @@ def retrieve_rows(link: ClusterLink, requests: Sequence[Request]) -> list[np.nda
     def check(request: Request) -> CheckedRows:
         return check_rows(link.hasher, request, num_kv_rows=link.num_kv_rows, aligned=False)
 
-    return each_item(requests, check, lambda items: _retrieve_batch(link, items, deadline))
+    return each_item(requests, check, lambda items: _retrieve_batch(link, items, deadline), nbytes_of=_nbytes_of)
+
+
+def _nbytes_of(item: CheckedRows) -> int:
+    """Bytes of a step about all of the item's chunks."""
+    return nbytes_of_refs(item) + PackedRows.most_nbytes(item.rows, len(item.prompt.keys))
 
 
 # -- store ------------------------------------------------------------------------------------------------------------

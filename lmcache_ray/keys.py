@@ -199,10 +199,27 @@ def checked_hashes(
         raise InvalidRequestError(f"{missing} is missing; accepted: hashes and offsets together, or tokens")
     if len(hashes) != len(offsets):
         raise InvalidRequestError(f"{len(hashes)} hashes but {len(offsets)} offsets; accepted: one length per hash")
+    if not _are_different_keys(hashes):
+        _check_hashes(hashes)
+    if not (set(map(type, offsets)) <= {int} and set(offsets) <= {chunk_size}):
+        _check_lengths(offsets, chunk_size, keep_partial=keep_partial)
+    return HashedChunks(list(hashes), list(offsets))
+
+
+def _are_different_keys(hashes: Sequence[bytes]) -> bool:
+    are_keys = set(map(type, hashes)) <= {bytes} and set(map(len, hashes)) <= {KEY_NBYTES}
+    return are_keys and len(set(hashes)) == len(hashes)
+
+
+def _check_hashes(hashes: Sequence[bytes]) -> None:
+    """Raises for the first that is no key, or not another one; subclasses of bytes are keys too."""
     seen: dict[bytes, int] = {}
     for index, key in enumerate(hashes):
         if seen.setdefault(_checked_key(key, f"hashes[{index}]"), index) != index:
             raise InvalidRequestError(f"hashes[{index}] equals hashes[{seen[key]}]; a prompt's keys all differ")
+
+
+def _check_lengths(offsets: Sequence[int], chunk_size: int, *, keep_partial: bool) -> None:
     last_partial = len(offsets) - 1 if keep_partial else None
     for index, length in enumerate(offsets):
         shortest = 1 if index == last_partial else chunk_size
@@ -214,7 +231,6 @@ def checked_hashes(
             else:
                 accepted = f"{chunk_size}, as partial chunks are not kept (save_unfull_chunk)"
             raise InvalidRequestError(f"offsets[{index}] is {shown(length)}; accepted: {accepted}")
-    return HashedChunks(list(hashes), list(offsets))
 
 
 def _media_suffix(media: Sequence[MediaSpan], start: int, end: int) -> bytes:
