@@ -21,6 +21,7 @@ __all__ = [
     "LMCacheStandaloneStarter",
     "LayerGroupSpec",
     "Placement",
+    "Prompt",
     "__version__",
     "build_engine",
     "build_world",
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from lmcache_ray.kv_layer_groups import KVLayerGroupInfo, KVLayerGroupsManager
     from lmcache_ray.layout import Placement
     from lmcache_ray.metadata import LMCacheMetadata
+    from lmcache_ray.prompt import Prompt
     from lmcache_ray.shape_spec import LayerGroupSpec, format_kvcache_shape_spec, parse_kvcache_shape_spec
     from lmcache_ray.standalone.starter import LMCacheStandaloneStarter
 else:
@@ -51,6 +53,7 @@ else:
         "LMCacheStandaloneStarter": "standalone.starter",
         "LayerGroupSpec": "shape_spec",
         "Placement": "layout",
+        "Prompt": "prompt",
         "build_engine": "build",
         "build_world": "build",
         "format_kvcache_shape_spec": "shape_spec",
