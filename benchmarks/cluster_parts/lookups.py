@@ -90,6 +90,12 @@ def _beside_peer(
         has_bar = (form, world_size) == ("list", 4)
         promise = at_least(name, 4.0, note=note) if has_bar else beside(name, "x", note)
         claims.append(promise.of_ratio(found))
+    limit = beside(
+        f"LMCache's ZMQ lookup over an actor call that does nothing, {_ranks(world_size)}",
+        "x",
+        "time, of a prompt as a list: no lookup that is an actor call can be further ahead",
+    )
+    claims.append(limit.of_ratio(ratio(samples["lmcache_list"], samples["no_op"])))
     measured = samples_json(samples) | {"ratios": {form: found.to_json() for form, found in ratios.items()}}
     return claims, {"facts": peer.facts, **measured}
 
