@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from lmcache_ray.connector.planes import PlaneConnector, planes_of_group, row_type
+from lmcache_ray.connector.planes import PlaneConnector, bytes_of, check_memory, planes_of_group, row_type
 from lmcache_ray.errors import LayoutError
 from lmcache_ray.layout import RankLayout, ShardSpec
 from lmcache_ray.torch_dtypes import to_torch_dtype
@@ -33,7 +33,7 @@ class DenseConnector(PlaneConnector):
         super().__init__(
             plane
             for index, tensor in enumerate(tensors)
-            for plane in planes_of_group(layout, index, _rows(layout.groups[index], tensor))
+            for plane in planes_of_group(layout, index, _rows(layout.groups[index], tensor, names[index]))
         )
 
     def scatter(self, shard: np.ndarray, rows: np.ndarray, first_row: int) -> None:
@@ -53,20 +53,15 @@ def empty_shard(layout: RankLayout, num_tokens: int) -> list[torch.Tensor]:
 
 def _check(group: ShardSpec, tensor: torch.Tensor, num_tokens: int, name: str) -> None:
     shape = (group.kv_size, group.num_layers, num_tokens, group.hidden_dim)
-    if not isinstance(tensor, torch.Tensor):
-        raise LayoutError(f"{name} is a {type(tensor).__name__}, not a tensor")
-    if tensor.layout != torch.strided:
-        raise LayoutError(f"{name} is a tensor of layout {tensor.layout}; rows are copied from dense (strided) ones")
+    check_memory(tensor, name)
     if tuple(tensor.shape) != shape or tensor.dtype != to_torch_dtype(group.dtype):
         raise LayoutError(
             f"{name} is {tensor.dtype} {list(tensor.shape)}; the layout needs {group.dtype.value} {list(shape)}"
         )
-    if tensor.device.type != "cpu":
-        raise LayoutError(f"{name} is on {tensor.device}; shards are copied from and to CPU memory")
 
 
-def _rows(group: ShardSpec, tensor: torch.Tensor) -> list[list[np.ndarray]]:
+def _rows(group: ShardSpec, tensor: torch.Tensor, name: str) -> list[list[np.ndarray]]:
     """Void ``[num_tokens]`` of each plane, keys or values first, then the layer."""
     dense = tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-    raw = dense.detach().view(torch.uint8).numpy().view(row_type(group.row_nbytes))[..., 0]
-    return [list(layers) for layers in raw]
+    rows = bytes_of(dense, name).view(row_type(group.row_nbytes))[..., 0]
+    return [list(layers) for layers in rows]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lmcache_ray.connector.planes import PlaneConnector, planes_of_group, row_type
+from lmcache_ray.connector.planes import PlaneConnector, bytes_of, check_memory, planes_of_group, row_type
 from lmcache_ray.connector.row_copy import Plane
 from lmcache_ray.errors import LayoutError
 from lmcache_ray.layout import RankLayout, ShardSpec
@@ -105,24 +105,13 @@ def _as_list(kvcaches: KVCaches) -> list[torch.Tensor]:
 def _byte_rows(tensor: torch.Tensor, group: ShardSpec, position: int) -> np.ndarray:
     """The layer's memory as void items ``[kv_size, num_slots]`` of one row each."""
     name = f"kvcaches[{position}]"
-    if not isinstance(tensor, torch.Tensor):
-        raise LayoutError(f"{name} is a {type(tensor).__name__}, not a tensor")
-    if tensor.is_nested or tensor.layout != torch.strided:
-        layout = "nested" if tensor.is_nested else str(tensor.layout)
-        raise LayoutError(f"{name} is a {layout} tensor; only a dense one has rows that are addressed by slot")
+    check_memory(tensor, name)
     if tensor.dtype != to_torch_dtype(group.dtype):
         raise LayoutError(f"{name} has dtype {tensor.dtype}; the layout says {group.dtype.value}")
-    if tensor.device.type != "cpu":
-        raise LayoutError(f"{name} is on {tensor.device}; this connector copies CPU memory only")
     _check_shape(tuple(tensor.shape), group, name)
     if not tensor.is_contiguous():
         raise LayoutError(f"{name} is not contiguous; its rows cannot be addressed by slot")
-    try:
-        if tensor.untyped_storage().nbytes() == 0:  # resized away under the tensor
-            raise LayoutError(f"{name} has shape {list(tensor.shape)} but no memory any more")
-        raw = tensor.detach().view(torch.uint8).reshape(-1).numpy()
-    except (RuntimeError, TypeError) as error:  # a tensor that only stands for one, or whose bytes mean their negative
-        raise LayoutError(f"{name} cannot be read as plain memory: {error}") from error
+    raw = bytes_of(tensor.view(-1), name)
     return raw.view(row_type(group.row_nbytes)).reshape(group.kv_size, -1)
 
 

@@ -8,8 +8,10 @@ serves all dtypes.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
+import torch
 
 from lmcache_ray.connector.row_copy import Plane, RowCopy, row_copy
+from lmcache_ray.errors import LayoutError
 from lmcache_ray.layout import RankLayout
 
 
@@ -50,3 +52,32 @@ def planes_of_group(layout: RankLayout, group_index: int, rows: Sequence[Sequenc
         for layer in range(group.num_layers):
             plane_offset = offset + (kv * group.num_layers + layer) * plane_nbytes
             yield Plane(rows[kv][layer], plane_offset, group.row_nbytes)
+
+
+def check_memory(tensor: torch.Tensor, name: str) -> None:
+    """Raise `LayoutError` that begins with `name` unless this is a dense tensor whose memory, the CPU's, is there."""
+    if not isinstance(tensor, torch.Tensor):
+        raise LayoutError(f"{name} is a {type(tensor).__name__}, not a tensor")
+    if tensor.is_nested or tensor.layout != torch.strided:
+        layout = "nested" if tensor.is_nested else str(tensor.layout)
+        raise LayoutError(f"{name} is a {layout} tensor; only a dense one has rows that can be copied")
+    if tensor.device.type != "cpu":
+        raise LayoutError(f"{name} is on {tensor.device}; only CPU memory is copied")
+    try:
+        is_gone = tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0  # resized away under the tensor
+    except RuntimeError as error:
+        raise LayoutError(f"{name} cannot be read as plain memory: {error}") from error
+    if is_gone:
+        raise LayoutError(f"{name} has shape {list(tensor.shape)} but no memory any more")
+
+
+def bytes_of(tensor: torch.Tensor, name: str) -> np.ndarray:
+    """The memory of a tensor that has passed `check_memory` and whose last dimension is dense, which counts bytes here.
+
+    Raises `LayoutError` that begins with `name` for a tensor that only stands for one, or whose bytes mean their
+    negative.
+    """
+    try:
+        return tensor.detach().view(torch.uint8).numpy()
+    except (RuntimeError, TypeError) as error:
+        raise LayoutError(f"{name} cannot be read as plain memory: {error}") from error

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lmcache_ray.connector.dense import DenseConnector, empty_shard
 from lmcache_ray.connector.paged import PagedConnector
@@ -10,6 +11,7 @@ from lmcache_ray.dtypes import KVDtype
 from lmcache_ray.errors import LayoutError
 from lmcache_ray.layout import RankLayout, ShardSpec
 from tests.unit.engine_builders import make_kv, random_rows
+from tests.unit.odd_tensors import memory_given_back
 
 LAYOUT = RankLayout(
     8,
@@ -92,6 +94,12 @@ def test_no_tokens_is_a_shard_too() -> None:
     connector.gather(np.zeros(LAYOUT.slot_nbytes, dtype=np.uint8), np.arange(0))
 
 
+def only_a_shape() -> torch.Tensor:
+    """A tensor as compilers use them."""
+    with FakeTensorMode():
+        return torch.zeros(2, 2, 8, 8, dtype=torch.bfloat16)
+
+
 @pytest.mark.parametrize(
     ("tensors", "named"),
     [
@@ -102,7 +110,10 @@ def test_no_tokens_is_a_shard_too() -> None:
         (empty_shard(LAYOUT, 7), r"shards\[0\]\[0\] is torch.bfloat16 \[2, 2, 7, 8\]; .* bfloat16 \[2, 2, 8, 8\]"),
         ([tensor.to(torch.float32) for tensor in empty_shard(LAYOUT, 8)], r"shards\[0\]\[0\] is torch.float32"),
         ([tensor.to("meta") for tensor in empty_shard(LAYOUT, 8)], r"shards\[0\]\[0\] is on meta"),
-        ([empty_shard(LAYOUT, 8)[0].to_sparse(), empty_shard(LAYOUT, 8)[1]], r"shards\[0\]\[0\] is a tensor of layout"),
+        ([empty_shard(LAYOUT, 8)[0].to_sparse(), empty_shard(LAYOUT, 8)[1]], r"\[0\] is a torch.sparse_coo tensor"),
+        ([torch.nested.nested_tensor([torch.zeros(4)], layout=torch.jagged)] * 2, r"shards\[0\]\[0\] is a nested tensor"),
+        ([memory_given_back(tensor) for tensor in empty_shard(LAYOUT, 8)], r"\[0\] has .* no memory any more"),
+        ([only_a_shape(), empty_shard(LAYOUT, 8)[1]], r"shards\[0\]\[0\] cannot be read as plain memory"),
     ],
 )
 def test_tensors_that_do_not_fit_name_the_group(tensors: object, named: str) -> None:
