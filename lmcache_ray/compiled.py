@@ -32,8 +32,12 @@ def compiled_module(name: str, *, form: int) -> ModuleType | None:
             name,
         )
         return None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except ImportError as error:  # built against libraries that are not here
+        logger.warning("%s cannot be loaded and is not used: install the package again (%s)", name, error)
+        return None
     if getattr(module, "FORMAT", None) != form:
         logger.warning("%s was built from another version and is not used: install the package again", spec.origin)
         return None

@@ -16,7 +16,8 @@
  * A fence stands before the first store and after the last one. A slot's word, stored before and after by the caller,
  * is thus seen by other processes in its place, although streaming stores are not ordered by themselves.
  *
- * Bounds are checked before the first byte moves. Nothing is interpreted, and memory is allocated for the runs alone.
+ * Bounds are checked before the first byte moves, on the runs: row numbers are read once, because the caller's other
+ * threads may change them meanwhile. Nothing is interpreted, and memory is allocated for the runs alone.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -274,38 +275,44 @@ static Py_ssize_t find_runs(const int64_t *rows, Py_ssize_t num_rows, Run *runs)
 {
     Py_ssize_t num_runs = 0;
     for (Py_ssize_t at = 0; at < num_rows; at++) {
-        if (num_runs && rows[at] == runs[num_runs - 1].first + runs[num_runs - 1].count)
-            runs[num_runs - 1].count++;
+        const int64_t row = rows[at];
+        Run *last = num_runs ? &runs[num_runs - 1] : NULL;
+        if (last != NULL && row > last->first && row - 1 == last->first + (last->count - 1))
+            last->count++;
         else
-            runs[num_runs++] = (Run){rows[at], 1};
+            runs[num_runs++] = (Run){row, 1};
     }
     return num_runs;
 }
 
 /* 0 if every copy stays inside its memory, else -1 with ValueError set. */
-static int check(const Plane *planes, Py_ssize_t num_planes, const int64_t *rows, Py_ssize_t num_rows,
-                 Py_ssize_t shard_nbytes, Py_ssize_t first_row)
+static int check(const Plane *planes, Py_ssize_t num_planes, const Task *task, Py_ssize_t num_rows,
+                 Py_ssize_t shard_nbytes)
 {
     int64_t least = 0, most = -1;
-    for (Py_ssize_t at = 0; at < num_rows; at++) {
-        least = rows[at] < least ? rows[at] : least;
-        most = rows[at] > most ? rows[at] : most;
+    for (Py_ssize_t at = 0; at < task->num_runs; at++) {
+        const int64_t first = task->runs[at].first, last = first + (task->runs[at].count - 1);
+        least = first < least ? first : least;
+        most = last > most ? last : most;
     }
-    if (first_row < 0 || least < 0) {
-        PyErr_Format(PyExc_ValueError, "rows are counted from 0; got row %lld, first_row %zd", (long long)least, first_row);
+    if (task->first_row < 0 || least < 0) {
+        PyErr_Format(PyExc_ValueError, "rows are counted from 0; got row %lld, first_row %lld", (long long)least,
+                     (long long)task->first_row);
         return -1;
     }
     for (Py_ssize_t at = 0; at < num_planes; at++) {
         const Plane *plane = &planes[at];
-        if (plane->row_nbytes < 1) {
-            PyErr_Format(PyExc_ValueError, "plane %zd has rows of %lld bytes", at, (long long)plane->row_nbytes);
+        if (plane->row_nbytes < 1 || plane->offset < 0) {
+            PyErr_Format(PyExc_ValueError, "plane %zd has rows of %lld bytes at offset %lld", at,
+                         (long long)plane->row_nbytes, (long long)plane->offset);
             return -1;
         }
         const int64_t room = (shard_nbytes - plane->offset) / plane->row_nbytes; /* rows from the plane's start on */
-        if (most >= plane->num_rows || first_row > room || num_rows > room - first_row) {
+        if (most >= plane->num_rows || task->first_row > room || num_rows > room - task->first_row) {
             PyErr_Format(PyExc_ValueError,
-                         "plane %zd: KV row %lld of %lld, %zd rows from row %zd on of %lld in the shard: out of range", at,
-                         (long long)most, (long long)plane->num_rows, num_rows, first_row, (long long)room);
+                         "plane %zd: KV row %lld of %lld, %zd rows from row %lld on of %lld in the shard: out of range",
+                         at, (long long)most, (long long)plane->num_rows, num_rows, (long long)task->first_row,
+                         (long long)room);
             return -1;
         }
     }
@@ -325,13 +332,15 @@ static PyObject *copy(PyObject *args, int into_shard)
     Run *runs = PyMem_Malloc(sizeof(Run) * (size_t)(num_rows ? num_rows : 1));
     if (runs == NULL)
         PyErr_NoMemory();
-    else if (check(planes.buf, num_planes, rows.buf, num_rows, shard.len, first_row) == 0) {
-        Task task = {runs, 0, shard.buf, first_row, into_shard, streaming && has_streaming()};
-        Py_BEGIN_ALLOW_THREADS
-        task.num_runs = find_runs(rows.buf, num_rows, runs);
-        copy_all(&task, planes.buf, num_planes);
-        Py_END_ALLOW_THREADS
-        result = Py_NewRef(Py_None);
+    else {
+        const Py_ssize_t num_runs = find_runs(rows.buf, num_rows, runs);
+        const Task task = {runs, num_runs, shard.buf, first_row, into_shard, streaming && has_streaming()};
+        if (check(planes.buf, num_planes, &task, num_rows, shard.len) == 0) {
+            Py_BEGIN_ALLOW_THREADS
+            copy_all(&task, planes.buf, num_planes);
+            Py_END_ALLOW_THREADS
+            result = Py_NewRef(Py_None);
+        }
     }
     PyMem_Free(runs);
     PyBuffer_Release(&planes);

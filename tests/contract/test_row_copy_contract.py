@@ -5,6 +5,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -155,7 +156,11 @@ def test_the_table_of_planes_keeps_their_memory_alive(make: Callable[[Sequence[P
 
 
 @pytest.mark.parametrize(
-    ("rows", "first_row"), [([64], 0), ([-1], 0), (list(range(33)), 0), ([1, 2], 31), ([1], -1), ([0], 2**62)]
+    ("rows", "first_row"),
+    [
+        ([64], 0), ([-1], 0), ([2**63 - 1], 0), ([-(2**63)], 0), ([62, 63, 64], 0), (list(range(33)), 0),
+        ([1, 2], 31), ([1], -1), ([0], 2**62),
+    ],
 )
 def test_the_compiled_copy_refuses_what_is_out_of_range_before_it_moves_a_byte(rows: list[int], first_row: int) -> None:
     if "compiled, plain" not in MEANS:
@@ -169,16 +174,27 @@ def test_the_compiled_copy_refuses_what_is_out_of_range_before_it_moves_a_byte(r
     assert memory.kv.tobytes() == before
 
 
+def test_the_compiled_copy_refuses_a_plane_that_begins_before_the_shard() -> None:
+    if "compiled, plain" not in MEANS:
+        pytest.skip("no compiled row copy and no C compiler on this machine")
+    memory = Memory(1, 64, 32, [(512, 0, 0)])
+    plane = replace(memory.planes[0], offset=-512)
+    with pytest.raises(ValueError, match=r"plane 0 has rows of 512 bytes at offset -512"):
+        compiled([plane]).gather(memory.shard, np.arange(1))
+
+
 def test_a_machine_with_a_compiler_has_the_compiled_copy() -> None:
     assert shutil.which("cc") is None or isinstance(row_copy([]), CompiledRowCopy)
 
 
 CHOICE = """
 import sys
-sys.path[:] = [entry for entry in sys.path if entry != sys.argv[2]] + sys.argv[3:]
-sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+tree, *more_path = sys.argv[1:]
+others = [entry for entry in sys.path if not Path(entry, "lmcache_ray").exists()]  # wherever the package is installed
+sys.path[:] = [tree, *others, *more_path]
 import lmcache_ray.connector.row_copy as chosen
-assert chosen.__file__.startswith(sys.argv[1]), chosen.__file__
+assert chosen.__file__.startswith(tree), chosen.__file__
 print(type(chosen.row_copy([])).__name__)
 chosen.row_copy([])
 """
@@ -187,7 +203,7 @@ chosen.row_copy([])
 def choice_in_a_copied_tree(folder: Path, *more_path: str) -> "subprocess.CompletedProcess[str]":
     """Which means a process chooses whose sources were copied without what was compiled."""
     shutil.copytree(ROOT / "lmcache_ray", folder / "lmcache_ray", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    arguments = [sys.executable, "-c", CHOICE, str(folder), str(ROOT), *more_path]
+    arguments = [sys.executable, "-c", CHOICE, str(folder), *more_path]
     return subprocess.run(arguments, capture_output=True, text=True, check=True, timeout=120, cwd=folder)
 
 
@@ -218,3 +234,13 @@ def test_one_of_another_version_is_not_used(tmp_path: Path) -> None:
     done = choice_in_a_copied_tree(tmp_path / "tree", str(tmp_path / "old"))
     assert done.stdout.split() == ["NumPyRowCopy"]
     assert "was built from another version" in done.stderr
+
+
+def test_one_that_cannot_be_loaded_is_not_used(tmp_path: Path) -> None:
+    """Built where another C library is, say."""
+    folder = tmp_path / "damaged/lmcache_ray/connector"
+    folder.mkdir(parents=True)
+    (folder / f"_row_copy{sysconfig.get_config_var('EXT_SUFFIX')}").write_bytes(b"\x7fELF, and no more")
+    done = choice_in_a_copied_tree(tmp_path / "tree", str(tmp_path / "damaged"))
+    assert done.stdout.split() == ["NumPyRowCopy"]
+    assert "_row_copy cannot be loaded" in done.stderr
