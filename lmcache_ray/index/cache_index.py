@@ -120,7 +120,7 @@ class CacheIndex:
 
     def kept(self) -> tuple[int, int]:
         """Leases that do not end by time, and the slots they hold."""
-        return self._leases.num_kept, len(self._leases.kept_slots())
+        return self._leases.num_kept, len(self._leases.kept_slots)
 
     # ------------------------------------------------------------------------------------------------ storing
 

@@ -29,6 +29,7 @@ class LeaseTable:
         self._pins: dict[int, int] = {}
         self._none_ends_before = inf
         self._endless: set[str] = set()
+        self._kept: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -46,9 +47,7 @@ class LeaseTable:
         A lease of that id, whoever had it, is replaced: ids are one name space for all clients.
         """
         held = tuple(slots)
-        pins = self._pins
-        for slot in held:  # before the old ones go, so that a slot held twice over is never unpinned in between
-            pins[slot] = pins.get(slot, 0) + 1
+        _count(self._pins, held)  # before the old ones go, so that a slot held twice over is never unpinned in between
         self.release(lease_id)
         if held:
             lasting = self._timeout_s if timeout_s is None else timeout_s
@@ -61,13 +60,10 @@ class LeaseTable:
         lease = self._leases.pop(lease_id, None)
         if lease is None:
             return False
-        self._endless.discard(lease_id)
-        pins = self._pins
-        for slot in lease.slots:
-            if pins[slot] == 1:
-                del pins[slot]
-            else:
-                pins[slot] -= 1
+        _discount(self._pins, lease.slots)
+        if lease_id in self._endless:
+            self._endless.discard(lease_id)
+            _discount(self._kept, lease.slots)
         return True
 
     def renew(self, lease_id: str, now: float) -> bool:
@@ -85,10 +81,13 @@ class LeaseTable:
         False, and no change, if there is none of that id, or if more than `max_slots` slots would then be held so.
         """
         lease = self._leases.get(lease_id)
-        if lease is None or len(self.kept_slots().union(lease.slots)) > max_slots:
+        if lease is None or lease_id in self._endless:
+            return lease is not None
+        if len(self._kept) + len(set(lease.slots) - self._kept.keys()) > max_slots:
             return False
         lease.expires = lease.timeout_s = inf
         self._endless.add(lease_id)
+        _count(self._kept, lease.slots)
         return True
 
     @property
@@ -96,9 +95,10 @@ class LeaseTable:
         """Leases that do not end by time."""
         return len(self._endless)
 
-    def kept_slots(self) -> set[int]:
-        """Every slot that a lease holds which does not end by time."""
-        return {slot for lease_id in self._endless for slot in self._leases[lease_id].slots}
+    @property
+    def kept_slots(self) -> KeysView[int]:
+        """The slots that such leases hold: a view that follows every change."""
+        return self._kept.keys()
 
     def expire(self, now: float) -> list[str]:
         """End the leases whose time is up; answers their ids."""
@@ -124,12 +124,32 @@ class LeaseTable:
     def contradictions(self) -> list[str]:
         """Where pins and leases disagree: empty when sound."""
         counted: dict[int, int] = {}
-        for lease in self._leases.values():
-            for slot in lease.slots:
-                counted[slot] = counted.get(slot, 0) + 1
+        kept: dict[int, int] = {}
+        for lease_id, lease in self._leases.items():
+            _count(counted, lease.slots)
+            if lease_id in self._endless:
+                _count(kept, lease.slots)
         slots = sorted(counted.keys() | self._pins.keys())
-        return [
+        found = [
             f"slot {slot} has {self._pins.get(slot, 0)} pins but {counted.get(slot, 0)} leases hold it"
             for slot in slots
             if self._pins.get(slot) != counted.get(slot)
         ]
+        if kept != self._kept or not self._endless <= self._leases.keys():
+            found.append(f"slots {sorted(self._kept)} count as held without end, but leases hold {sorted(kept)} so")
+        return found
+
+
+def _count(counts: dict[int, int], slots: Iterable[int]) -> None:
+    """Each slot is held once more."""
+    for slot in slots:
+        counts[slot] = counts.get(slot, 0) + 1
+
+
+def _discount(counts: dict[int, int], slots: Iterable[int]) -> None:
+    """Each slot is held once less."""
+    for slot in slots:
+        if counts[slot] == 1:
+            del counts[slot]
+        else:
+            counts[slot] -= 1

@@ -84,7 +84,7 @@ def test_a_kept_lease_ends_by_release_or_with_its_client_and_never_by_time(lease
         leases.hold(lease_id, "client", slots, now=0.0)
         assert leases.keep(lease_id, max_slots=3) is True
     assert leases.expire(1e18) == [] and leases.renew("a", now=1e18) is True
-    assert leases.expire(1e19) == [] and (leases.num_kept, leases.kept_slots()) == (2, {1, 2, 3})
+    assert leases.expire(1e19) == [] and (leases.num_kept, leases.kept_slots) == (2, {1, 2, 3})
     assert leases.release("a") is True
     assert (leases.num_kept, pinned(leases)) == (1, [3])
     assert leases.drop_client("client") == ["b"]
@@ -100,6 +100,9 @@ def test_a_lease_that_would_keep_too_many_slots_still_ends_by_time(leases: Lease
     assert leases.expire(10.0) == ["b"] and pinned(leases) == [1, 2]
     leases.hold("c", "client", [1, 2], now=10.0)
     assert leases.keep("c", max_slots=2) is True, "slots count once, however many leases hold them"
+    assert leases.keep("c", max_slots=0) is True, "it is kept already"
+    leases.release("c")
+    assert leases.kept_slots == {1, 2} and leases.contradictions() == [], "the other lease keeps them"
 
 
 def test_asking_for_a_kept_lease_again_gives_it_a_time(leases: LeaseTable) -> None:
