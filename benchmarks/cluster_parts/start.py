@@ -13,7 +13,7 @@ _ROOT = Path(__file__).resolve().parent.parent.parent
 if not __package__:
     sys.path[0] = str(_ROOT)
 
-from benchmarks.claims import Bar, Claim, Part, Promise, at_most  # noqa: E402
+from benchmarks.claims import Bar, Claim, Part, Promise, at_most, beside  # noqa: E402
 from benchmarks.measure import Json, Spread, progress  # noqa: E402
 
 _WORLD_SIZE = 4
@@ -33,6 +33,9 @@ def measure_start(*, starts: int) -> Part:
     note = "from the start of the driver's process, imports of torch and Ray and a local Ray included"
     claims = [
         at_most(f"a local cluster of {_WORLD_SIZE} ranks is ready", 20.0, "s", note).of_spread(Spread.of(ready_s)),
+        beside("of which a local Ray and the cluster took", "s", "without the imports").of_spread(
+            Spread.of([float(str(answer["ray_s"])) + float(str(answer["cluster_s"])) for answer in answers])
+        ),
         _no_torch("coordinators that load torch", sum(bool(answer["coordinator_has_torch"]) for answer in answers)),
         _no_torch("`import lmcache_ray` loads torch", imports_torch),
     ]
