@@ -36,7 +36,7 @@ def packed_integers(values: Sequence[int]) -> NDArray[np.int64]:
     """A list or tuple of integers from 0 to 2**63 - 1 as a contiguous array of its own.
 
     Raises TypeError if anything in it is no integer (bools, floats and strings are none), and OverflowError for other
-    integers: `integer_of` tells the ones at fault.
+    integers: `integer_of` tells the ones at fault. ValueError if its length changed meanwhile.
     """
     integers = np.empty(len(values), dtype=np.int64)
     compiled = _compiled()
@@ -52,6 +52,8 @@ def _packed_in_python(values: Sequence[int]) -> NDArray[np.int64]:
     # Of all ways from a list, "Q" alone is fast and has 8 bytes. It takes bools, and more than 63 bits: as int64, one
     # is 0 or 1 and the other negative.
     integers = np.frombuffer(array("Q", values), dtype=np.int64)
+    if len(integers) != len(values):
+        raise ValueError("the length of a sequence changed while it was read")
     small = np.flatnonzero(integers < 2)
     if small.size:
         if integers[small].min() < 0:

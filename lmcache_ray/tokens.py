@@ -50,7 +50,7 @@ def token_ids(tokens: TokenSequence) -> NDArray[np.int64]:
 def _from_sequence(tokens: Sequence[int]) -> NDArray[np.int64]:
     try:
         return packed_integers(tokens).astype("<i8", copy=False)
-    except (TypeError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         for position, value in enumerate(tokens):
             token = integer_of(value)
             if token is None or not 0 <= token <= MAX_TOKEN_ID:

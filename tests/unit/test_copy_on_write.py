@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import resource
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,18 @@ def test_a_written_page_is_found_wherever_it_is(tmp_path: Path, offset: int) -> 
     assert mapping.is_written([range(offset, offset + 1)])
     assert not mapping.is_written([range(3 * PAGE, 4 * PAGE)])
     assert not mapping.is_written([])
+
+
+def test_a_mapping_counts_as_written_where_the_page_table_cannot_be_read(file: Path) -> None:
+    with file.open("rb") as opened:
+        mapping = CopyOnWriteMap(opened.fileno(), 2 * PAGE)
+    assert not mapping.is_written([range(2 * PAGE)])
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))  # nothing can be opened now
+    try:
+        assert mapping.is_written([range(2 * PAGE)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_a_few_unwritten_mappings_wait_for_the_next_reader(file: Path) -> None:

@@ -55,6 +55,18 @@ def test_integers_out_of_range_are_refused(pack: Pack, wrong: int) -> None:
         pack([5, wrong])
 
 
+class Longer(list[int]):
+    """As a list that another thread takes from: it is not as long as it was when it was asked."""
+
+    def __len__(self) -> int:
+        return super().__len__() + 1
+
+
+def test_a_length_that_changes_is_refused(pack: Pack) -> None:
+    with pytest.raises(ValueError):
+        pack(Longer([1, 2]))
+
+
 def test_a_machine_with_a_compiler_has_the_compiled_means() -> None:
     assert _compiled() is not None or shutil.which("cc") is None
 

@@ -139,3 +139,14 @@ def test_a_wrong_container_is_named(tokens, named):
 def test_a_tensor_whose_memory_was_given_back_is_not_read():
     with pytest.raises(InvalidRequestError, match="tokens is a torch tensor whose memory was given back"):
         token_ids(memory_given_back(torch.tensor([1, 2])))
+
+
+def test_a_list_whose_length_is_another_than_it_says_is_refused():
+    """As one that another thread takes from."""
+
+    class Longer(list):
+        def __len__(self):
+            return super().__len__() + 1
+
+    with pytest.raises(InvalidRequestError, match="changed while they were read"):
+        token_ids(Longer([1, 2, 3]))
