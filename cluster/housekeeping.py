@@ -91,7 +91,7 @@ class Housekeeping:
             neighbours = [hello.worker_id for hello in hellos if hello.node_id == client.node_id]
             witness = next((rank for rank in neighbours if self._membership.is_alive(rank)), None)
             if client.liveness_path is None or witness is None:
-                continue  # nobody can tell: its leases end by time
+                continue  # nobody can tell: its leases end by time, but for views, which are of dead ranks alone
             if self._calls.is_client_dead(witness, client.liveness_path):
                 self._clients.leave(client.client_id)
 

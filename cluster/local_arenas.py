@@ -78,8 +78,10 @@ class LocalArenas:
         """
         if nbytes < WORTH_A_THREAD_NBYTES:
             return [job() for job in jobs]
-        others = [self._threads.submit(job) for job in jobs[1:]]
+        others: list[Future[Result]] = []
         try:
+            for job in jobs[1:]:
+                others.append(self._threads.submit(job))
             first = [job() for job in jobs[:1]]
         finally:
             _wait_for_all(others)

@@ -77,7 +77,8 @@ class ResultMemory:
     def _give_back(self, block: mmap.mmap) -> None:
         """Called by finalizers, at any moment and in any thread: takes no lock."""
         if self.idle_nbytes + len(block) <= self._max_idle_nbytes:
-            block.madvise(mmap.MADV_FREE)
+            with suppress(OSError):  # a kernel that takes nothing back in this way
+                block.madvise(mmap.MADV_FREE)
             self._idle.append(block)
 
 
