@@ -75,7 +75,8 @@ class LMCacheEngine:
     def prompt(self, tokens: Tokens, request_configs: RequestConfigs | None = None) -> Prompt:
         """The prompt of these tokens, hashed once for any number of calls, and `extended` when it has grown.
 
-        It is good for every engine and cluster client of the same model and chunk size.
+        It is good for every engine and cluster client that makes keys alike: of the same model, revision, generation
+        and chunk size.
         """
         self._check_open()
         return self._read(tokens, None, None, request_configs)
