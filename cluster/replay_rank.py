@@ -20,7 +20,7 @@ from lmcache_ray.shape_spec import LayerGroupSpec
 from lmcache_ray.shard import NO_SOURCE, ChunkSource, PayloadSource, read_chunks
 
 from .expected_bytes import count_mismatches, expected_chunks
-from .messages import PackedRefs, Payload, pack_flags, unpack_flags, unpack_numbers
+from .messages import PackedRefs, Payload, pack_flags, unpack_flags
 from .rank import Rank
 from .rank_start import RankContext
 
@@ -98,8 +98,8 @@ class _RankReplay:
 
     def rows_of(self, first_rows: bytes) -> _ChunkRows:
         """The KV rows of each chunk."""
-        rows = np.arange(self.rank.layout.chunk_size)
-        return [rows + first for first in unpack_numbers(first_rows)]
+        begins = np.frombuffer(first_rows, dtype=np.int64)
+        return list(begins[:, None] + np.arange(self.rank.layout.chunk_size))
 
     def load(self, source: ChunkSource, refs: Sequence[ChunkRef], rows: _ChunkRows) -> None:
         """Load one request's chunks; verify the rows of those that are reported good."""
