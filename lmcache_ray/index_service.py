@@ -6,14 +6,17 @@ coordinator actor owns the `IndexService` and the ranks hold a client that calls
 
 import itertools
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from lmcache_ray.errors import InvalidRequestError
 from lmcache_ray.index.cache_index import CacheIndex
 from lmcache_ray.index.plans import ChunkRef, LoadPlan, StorePlan
+
+_MOST_GIVEN_UP: Final = 1024
 
 Acks = Mapping[int, Sequence[bool]]
 """Per rank, one flag for each chunk of a plan: True if that rank has committed it."""
@@ -72,6 +75,7 @@ class IndexService:
         self._free_slots = free_slots
         self._lock = threading.Lock()
         self._lost_ranks: set[int] = set()
+        self._given_up: deque[str] = deque(maxlen=_MOST_GIVEN_UP)
 
     @contextmanager
     def at_now(self) -> Iterator[tuple[CacheIndex, float]]:
@@ -125,15 +129,18 @@ class IndexService:
             return plan
 
     def keep(self, lease_id: str, *, max_slots: int) -> bool:
-        """Let a load's lease end by release or with its client alone; see `CacheIndex.keep`."""
+        """Let a load's lease end by release or with its client alone; see `CacheIndex.keep`.
+
+        False as well if it was released before it was there: whoever asked for it has given up, and will not say so
+        again.
+        """
         with self.at_now() as (index, _):
-            return index.keep(lease_id, max_slots=max_slots)
+            return lease_id not in self._given_up and index.keep(lease_id, max_slots=max_slots)
 
     def release(self, lease_ids: Sequence[str]) -> None:
-        """End leases; unknown ones are ignored."""
+        """End leases. The latest that were not there are remembered: see `keep`."""
         with self.at_now() as (index, _):
-            for lease_id in lease_ids:
-                index.release(lease_id)
+            self._given_up.extend(lease_id for lease_id in lease_ids if not index.release(lease_id))
 
     def clear(self, keys: Sequence[bytes] | None) -> ClearCounts:
         """Forget chunks and free their slots on every holder before returning."""

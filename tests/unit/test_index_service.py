@@ -73,6 +73,33 @@ def test_both_ranks_can_answer_in_one_message(door: Door) -> None:
     assert door.counts().ready == 4
 
 
+def test_a_kept_load_outlasts_time_eviction_and_clear_and_ends_with_its_client(door: Door) -> None:
+    door.store("ab")
+    plan = door.client.prepare_load(keys_of("ab"), start=0, lease_ids=["views"])
+    assert door.service.keep("views", max_slots=2) is True
+    assert door.service.keep("unknown", max_slots=2) is False
+    door.now = 1e9
+    assert door.store("wxyz") == 2
+    assert door.client.clear(None) == ClearCounts(2, 2)
+    assert (door.index().kept(), door.client.lookup(keys_of("ab"), None)) == ((1, len(plan.refs)), 2)
+    door.service.drop_client("client")
+    assert (door.index().kept(), door.counts().leases) == ((0, 0), 0)
+
+
+def test_a_lease_that_was_given_up_before_it_was_there_is_not_kept(door: Door) -> None:
+    """As when a call is overtaken by what its caller sends after its deadline: nobody would ever end the lease."""
+    door.store("ab")
+    door.service.release(["late"])
+    door.client.prepare_load(keys_of("ab"), start=0, lease_ids=["late"])
+    assert door.service.keep("late", max_slots=2) is False
+    assert door.counts().leases == 1
+    door.now = CALL_S
+    assert door.counts().leases == 0, "it has ended by time"
+    door.service.release([f"unknown {number}" for number in range(10_000)])
+    door.client.prepare_load(keys_of("ab"), start=0, lease_ids=["late"])
+    assert door.service.keep("late", max_slots=2) is True, "it is not remembered for ever"
+
+
 def test_ranks_that_ask_for_themselves_get_the_same_slots(door: Door) -> None:
     keys = keys_of("ab")
     plans = [door.client.prepare_store(keys, start=0, rank=rank) for rank in (1, 0)]
