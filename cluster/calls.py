@@ -65,7 +65,15 @@ class ClusterCalls:
         request_configs: RequestConfigs | None = None,
     ) -> int:
         """Every rank stores its rows of the chunks nobody has yet; the leading tokens READY at return."""
-        request = Request(tokens, slot_mapping, None, mask, 0, req_id, request_configs, hashes, offsets)
+        request = Request(
+            tokens,
+            slot_mapping,
+            mask=mask,
+            req_id=req_id,
+            request_configs=request_configs,
+            hashes=hashes,
+            offsets=offsets,
+        )
         return _single(self.store_many([request]))
 
     def retrieve(
@@ -80,7 +88,15 @@ class ClusterCalls:
         request_configs: RequestConfigs | None = None,
     ) -> "torch.Tensor":
         """Every rank loads the cached prefix into its rows; bool ``[num_tokens]``, True where all ranks have it."""
-        request = Request(tokens, slot_mapping, None, mask, 0, req_id, request_configs, hashes, offsets)
+        request = Request(
+            tokens,
+            slot_mapping,
+            mask=mask,
+            req_id=req_id,
+            request_configs=request_configs,
+            hashes=hashes,
+            offsets=offsets,
+        )
         return _single(self.retrieve_many([request]))
 
     def store_many(self, requests: Sequence[Request]) -> list[int | Exception]:
@@ -162,7 +178,9 @@ class ClusterCalls:
         ``shards[rank][group]`` is ``[kv_size, num_layers, num_tokens - start, hidden_dim]`` (MLA: ``shards[0]`` alone).
         `start` is a multiple of the chunk size; nothing is stored if what stands before it is not cached.
         """
-        request = Request(tokens, None, shards, None, start, None, request_configs, hashes, offsets)
+        request = Request(
+            tokens, shards=shards, start=start, request_configs=request_configs, hashes=hashes, offsets=offsets
+        )
         return _single(self.put_many([request]))
 
     @overload
@@ -207,7 +225,7 @@ class ClusterCalls:
         With `views` no byte is copied: ``shards[rank][group]`` is a list of tensors, one per chunk, over the memory
         of the cache itself. The answer is to be closed, or used as a context manager: see `CachedViews`.
         """
-        request = Request(tokens, None, None, None, start, None, request_configs, hashes, offsets)
+        request = Request(tokens, start=start, request_configs=request_configs, hashes=hashes, offsets=offsets)
         if views:
             return _single(self.get_many([request], views=True))
         return _single(self.get_many([request]))
