@@ -8,6 +8,7 @@ its own on every rank would be the one failure that matters.
 import random
 from dataclasses import dataclass, field
 from itertools import product
+from math import inf
 
 import pytest
 
@@ -18,6 +19,7 @@ from tests.unit.index_builders import make_index
 
 HOLDERS = (0, 1, 2)
 NUM_SLOTS = 9
+MOST_KEPT = 4
 CLIENTS = ("red", "blue")
 
 
@@ -65,6 +67,9 @@ class Simulation:
 
     def leased_keys(self) -> set[bytes]:
         return set().union(*(keys for _, keys, _ in self.leases.values()))
+
+    def kept_keys(self) -> set[bytes]:
+        return set().union(*(keys for _, keys, expires in self.leases.values() if expires == inf))
 
     # -- steps, each on the index and on the model
 
@@ -180,6 +185,14 @@ class Simulation:
         if expected:
             self.leases[lease_id] = (client, set(expected), self.now + 10.0)
 
+    def keep(self) -> None:
+        lease_id = self.rng.choice("xyz")
+        client, keys, _ = self.leases.get(lease_id, ("", set(), 0.0))
+        may_keep = bool(keys) and len(self.kept_keys() | keys) <= MOST_KEPT
+        assert self.index.keep(lease_id, max_slots=MOST_KEPT) is may_keep
+        if may_keep:
+            self.leases[lease_id] = (client, keys, inf)
+
     def release(self) -> None:
         lease_id = self.rng.choice("xyz")
         assert self.index.release(lease_id) is (self.leases.pop(lease_id, None) is not None)
@@ -260,6 +273,8 @@ class Simulation:
         assert writing == {write.ref for write in self.writes.values()}
         counts = self.index.counts()
         assert counts.quarantined == len(self.quarantine) and counts.leases == len(self.leases)
+        num_kept = sum(expires == inf for _, _, expires in self.leases.values())
+        assert self.index.kept() == (num_kept, len(self.kept_keys()))
         keys = self.random_keys()
         assert self.index.lookup(keys, touch=self.rng.random() < 0.5) == self.num_ready(keys)
         for ref in self.ready.values():
@@ -271,7 +286,7 @@ class Simulation:
 def test_the_index_agrees_with_its_model_after_every_step(policy: str, seed: int) -> None:
     simulation = Simulation(policy, seed)
     steps = [simulation.store] * 8 + [simulation.answer] * 24 + [simulation.load] * 3 + [simulation.release] * 2
-    steps += [simulation.pass_time, simulation.lose_client, simulation.settle, simulation.abort]
+    steps += [simulation.keep, simulation.pass_time, simulation.lose_client, simulation.settle, simulation.abort]
     steps += [simulation.clear, *[simulation.finish_clear] * 3]
     num_ready_seen = 0
     for _ in range(400):
@@ -286,6 +301,8 @@ def drain(simulation: Simulation) -> None:
     """When all have answered and all leases have ended, nothing may be left."""
     index = simulation.index
     index.expire(simulation.now + 1000.0)
+    for client in CLIENTS:
+        index.drop_client(client)
     plan = index.prepare_clear()
     assert plan.num_kept == 0
     for rank in HOLDERS:
