@@ -1,7 +1,8 @@
 """`put` and `get`: the driver's own bytes, against memory copies of the same size in the driver.
 
-A `get` that copies answers with memory that may be new, whose pages the kernel has to hand out first; so a copy into
-new memory is measured beside the copies between warm buffers. Put and get copy on all processors, which the plain
+A `get` that copies takes the memory of an earlier result that is gone, or else new memory, whose pages the kernel has
+to hand out first. Both are measured: with each result dropped before the next call, and with all of them kept. So a copy
+into new memory stands beside the copies between warm buffers. Put and get copy on all processors, which the plain
 copies do not; so a plain copy on all of them is measured too.
 """
 
@@ -48,12 +49,13 @@ def measure_direct(*, nbytes: int, rounds: int) -> Part:
                 THREADS_COPY: _copy_by_threads(_NUM_RANKS * nbytes, executor),
                 "put": direct.put,
                 "get": direct.get,
+                "get_kept": direct.get_and_keep,
                 "get_views": direct.get_views,
                 "get_views_and_close": direct.get_views_and_close,
             },
             rounds=rounds,
             before={"put": direct.begin_new_prompt}
-            | dict.fromkeys(("get", "get_views", "get_views_and_close"), direct.put_if_missing),
+            | dict.fromkeys(("get", "get_kept", "get_views", "get_views_and_close"), direct.put_if_missing),
         )
         direct.check()
     facts: dict[str, Json] = {
@@ -61,7 +63,7 @@ def measure_direct(*, nbytes: int, rounds: int) -> Part:
         "torch_threads": torch.get_num_threads(),
         "ratios": {
             f"{name}_speed_of_{copy}": ratio(samples[copy], samples[name]).to_json()
-            for name in ("put", "get")
+            for name in ("put", "get", "get_kept")
             for copy in _COPIES
         },
     }
@@ -76,6 +78,7 @@ class _Direct:
         self._num_tokens = nbytes // WIDE.token_nbytes
         self._tokens = tokens(self._num_tokens)
         self._number = 0
+        self._kept: list[object] = []
         shape = (2, WIDE.num_layers, self._num_tokens, WIDE.num_heads * WIDE.head_size)
         generator = torch.Generator().manual_seed(0)
         self._shards = [
@@ -104,6 +107,11 @@ class _Direct:
 
     def get(self) -> None:
         expect(self._cluster.get(self._tokens)[0], self._num_tokens, "got")
+
+    def get_and_keep(self) -> None:
+        num_tokens, shards = self._cluster.get(self._tokens)
+        expect(num_tokens, self._num_tokens, "got")
+        self._kept.append(shards)
 
     def get_views(self) -> TimedElsewhere:
         begin = time.perf_counter()
@@ -158,10 +166,13 @@ def _claims(samples: dict[str, Samples], nbytes: int) -> list[Claim]:
         for copy, what in _COPIES.items():
             if call == "put" and copy == NEW_MEMORY_COPY:
                 continue  # it writes into memory that is there
-            name, note = f"{call} as copies, {size}", f"speed, of {what}"
+            kind = "get as copies, results dropped" if call == "get" else "put as copies"
+            name, note = f"{kind}, {size}", f"speed, of {what}"
             # The bar is about torch's copy between warm buffers.
             promise = at_least(name, 0.8, note=note) if copy == TORCH_COPY else beside(name, "x", note)
             claims.append(promise.of_speed(samples[call], samples[copy]))
+    kept = beside(f"get as copies, all results kept, {size}", "x", f"speed, of {_COPIES[NEW_MEMORY_COPY]}")
+    claims.append(kept.of_speed(samples["get_kept"], samples[NEW_MEMORY_COPY]))
     views, note = f"get as views, {size}", "over a no-op call"
     claims.append(at_most(views, 3.0, note=note).of_excess(samples["get_views"], samples["no_op"]))
     closed = beside(f"{views}, and close", note=f"{note}; close is a call of its own")
