@@ -1,7 +1,7 @@
 """`put` and `get`: the driver's own bytes, against memory copies of the same size in the driver.
 
 A `get` that copies takes the memory of an earlier result that is gone, or else new memory, whose pages the kernel has
-to hand out first. Both are measured: with each result dropped before the next call, and with all of them kept. So a copy
+to hand out first. Both are measured, with each result dropped before the next call and with all of them kept, so a copy
 into new memory stands beside the copies between warm buffers. Put and get copy on all processors, which the plain
 copies do not; so a plain copy on all of them is measured too.
 """
