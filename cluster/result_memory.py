@@ -23,7 +23,7 @@ from lmcache_ray.torch_dtypes import to_torch_dtype
 
 MAX_IDLE_NBYTES: Final = 2**30
 _UNIT_NBYTES: Final = 2 * 2**20
-"""Blocks are multiples of a huge page; a smaller result is not worth one."""
+"""Blocks are multiples of this; a smaller result is not worth one."""
 _MAX_WASTE: Final = 2
 """A block serves a result of at least its size divided by this."""
 
@@ -98,7 +98,6 @@ class _Block:
 
 
 def _new_block(nbytes: int) -> mmap.mmap:
-    block = mmap.mmap(-1, -(-nbytes // _UNIT_NBYTES) * _UNIT_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without huge pages
-        block.madvise(mmap.MADV_HUGEPAGE)
-    return block
+    # Not of huge pages: where memory is in pieces, the kernel moves it about for each of them, which took four times
+    # as long as many small pages did.
+    return mmap.mmap(-1, -(-nbytes // _UNIT_NBYTES) * _UNIT_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

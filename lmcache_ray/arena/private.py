@@ -20,7 +20,6 @@ class PrivateArena:
             self._mapping = mmap.mmap(-1, geometry.file_nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
             raise CapacityError(f"an arena of {geometry.file_nbytes} bytes cannot be mapped: {error}") from error
-        self._advise("MADV_HUGEPAGE")  # fewer and faster page faults, where the kernel offers it
         self._slots = ArenaSlots(memoryview(self._mapping), geometry)
 
     @property
@@ -30,12 +29,4 @@ class PrivateArena:
 
     def close(self) -> None:
         """Give the memory back now, even while somebody still holds `slots`. Idempotent."""
-        self._advise("MADV_DONTNEED")
-
-    def _advise(self, name: str) -> None:
-        advice = getattr(mmap, name, None)
-        if advice is not None:
-            try:
-                self._mapping.madvise(advice)
-            except OSError:
-                return  # advice only: a kernel built without it loses speed, not bytes
+        self._mapping.madvise(mmap.MADV_DONTNEED)
