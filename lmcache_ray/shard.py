@@ -39,7 +39,7 @@ class ArenaSource:
 
     def open(self, position: int, ref: ChunkRef) -> np.ndarray | None:
         """A view of the slot, if it holds `ref`."""
-        return self._slots.data(ref.slot) if self._slots.holds(ref.slot, ref.generation, ref.key) else None
+        return self._slots.chunk(ref.slot, ref.generation, ref.key)
 
     def is_intact(self, ref: ChunkRef) -> bool:
         """True while the slot is COMMITTED with the generation of `ref`."""

@@ -192,6 +192,10 @@ class ArenaSlots:
         offset = slot * RECORD_NBYTES
         return bytes(self._records[offset : offset + KEY_NBYTES]) == key and self._words[slot] == word
 
+    def chunk(self, slot: int, generation: int, key: bytes) -> npt.NDArray[np.uint8] | None:
+        """The slot's bytes if it `holds` that chunk, else None."""
+        return self._data[slot] if self.holds(slot, generation, key) else None
+
     def word(self, slot: int) -> SlotWord:
         """Generation and state of the slot at this moment."""
         word = self._word(slot)
