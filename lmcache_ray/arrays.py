@@ -92,13 +92,24 @@ def tensor_values(tensor: "torch.Tensor", name: str) -> AnyArray:
             "accepted: a dense tensor that has values"
         )
     try:
-        is_freed = tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
-        values: AnyArray | None = None if is_freed else tensor.detach().cpu().numpy()
+        values: AnyArray | None = tensor.detach().cpu().numpy() if has_memory(tensor) else None
     except (RuntimeError, TypeError) as error:  # a dtype that NumPy has not, or a tensor that only stands for one
         raise InvalidRequestError(f"{name} cannot be read as a NumPy array: {error}") from error
-    if values is None:  # NumPy would read at address 0
+    if values is None:  # NumPy would read beyond it
         raise InvalidRequestError(f"{name} is a torch tensor whose memory was given back; accepted: one with values")
     return values
+
+
+def has_memory(tensor: "torch.Tensor") -> bool:
+    """Whether the memory of all its values is there: a storage can be resized under tensors, which keep their shape.
+
+    `tensor` is dense. Raises RuntimeError for one that only stands for a tensor.
+    """
+    if tensor.numel() == 0:
+        return True
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in steps)
+    return (last + 1) * tensor.itemsize <= tensor.untyped_storage().nbytes()
 
 
 def _compiled() -> _CompiledIntegers | None:

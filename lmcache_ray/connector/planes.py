@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 import torch
 
+from lmcache_ray.arrays import has_memory
 from lmcache_ray.connector.row_copy import Plane, RowCopy, row_copy
 from lmcache_ray.errors import LayoutError
 from lmcache_ray.layout import RankLayout
@@ -64,11 +65,11 @@ def check_memory(tensor: torch.Tensor, name: str) -> None:
     if tensor.device.type != "cpu":
         raise LayoutError(f"{name} is on {tensor.device}; only CPU memory is copied")
     try:
-        is_gone = tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0  # resized away under the tensor
+        is_gone = not has_memory(tensor)
     except RuntimeError as error:
         raise LayoutError(f"{name} cannot be read as plain memory: {error}") from error
     if is_gone:
-        raise LayoutError(f"{name} has shape {list(tensor.shape)} but no memory any more")
+        raise LayoutError(f"{name} has shape {list(tensor.shape)} but not all of its memory any more")
 
 
 def bytes_of(tensor: torch.Tensor, name: str) -> np.ndarray:

@@ -3,7 +3,7 @@
 import torch
 
 
-def memory_given_back(tensor: torch.Tensor) -> torch.Tensor:
+def memory_given_back(tensor: torch.Tensor, *, nbytes_left: int = 0) -> torch.Tensor:
     """`tensor`, whose shape is as before, after its memory was freed under it (as when weights are put to sleep)."""
-    tensor.untyped_storage().resize_(0)
+    tensor.untyped_storage().resize_(nbytes_left)
     return tensor

@@ -70,8 +70,12 @@ def test_a_wrong_mapping_names_the_first_offending_token(mapping: object, named:
 
 
 def test_a_tensor_whose_memory_was_given_back_is_not_read() -> None:
-    with pytest.raises(InvalidRequestError, match="slot_mapping is a torch tensor whose memory was given back"):
-        checked_slot_mapping(memory_given_back(torch.tensor([0, 1, 2])), num_tokens=3, num_slots=8)
+    for nbytes_left in (0, 16):
+        mapping = memory_given_back(torch.tensor([0, 1, 2]), nbytes_left=nbytes_left)
+        with pytest.raises(InvalidRequestError, match="slot_mapping is a torch tensor whose memory was given back"):
+            checked_slot_mapping(mapping, num_tokens=3, num_slots=8)
+    every_second = memory_given_back(torch.arange(6)[::2], nbytes_left=5 * 8)
+    assert checked_slot_mapping(every_second, num_tokens=3, num_slots=8).tolist() == [0, 2, 4], "all there is needed"
 
 
 @pytest.mark.parametrize("num_slots", [9, 128 * 8, 128 * 8 + 1, 10**6])

@@ -154,8 +154,10 @@ def test_tensors_without_memory_are_refused() -> None:
         only_a_shape = torch.zeros(2, 4, 4, 2, 4, dtype=torch.float16)
     with pytest.raises(LayoutError, match=r"kvcaches\[0\] cannot be read as plain memory"):
         PagedConnector(ONE, [only_a_shape])
-    with pytest.raises(LayoutError, match=r"kvcaches\[0\] has shape \[2, 4, 4, 2, 4\] but no memory any more"):
-        PagedConnector(ONE, [memory_given_back(torch.zeros(2, 4, 4, 2, 4).half())])
+    for nbytes_left in (0, 2 * 4 * 4 * 2 * 4 * 2 - 1):
+        cut = memory_given_back(torch.zeros(2, 4, 4, 2, 4).half(), nbytes_left=nbytes_left)
+        with pytest.raises(LayoutError, match=r"kvcaches\[0\] has shape \[2, 4, 4, 2, 4\] but not all of its memory"):
+            PagedConnector(ONE, [cut])
 
 
 def shard_of(connector: PagedConnector, layout: RankLayout = LAYOUT) -> bytes:
