@@ -30,8 +30,10 @@ def each_item(
     """Check each request, run the good ones in batches that fit a message, and put every answer in its place.
 
     ``nbytes_of(item)`` is what an item adds to the largest message. A wrong request fails alone; an error of a whole
-    batch is the answer of each of its items.
+    batch is the answer of each of its items. Raises `InvalidRequestError` for what is no list of requests.
     """
+    if not isinstance(requests, Sequence):
+        raise InvalidRequestError(f"requests is {shown(requests)}; accepted: a list of Request")
     results: list[Result | Exception | None] = [None] * len(requests)
     good: list[tuple[int, Item]] = []
     for position, request in enumerate(requests):

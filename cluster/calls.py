@@ -13,7 +13,7 @@ import ray
 from lmcache_ray.chunking import Mask
 from lmcache_ray.clearing import ClearResult, names_cpu_tier
 from lmcache_ray.connector.base import SlotMapping
-from lmcache_ray.errors import ClusterError, InvalidRequestError
+from lmcache_ray.errors import ClusterError, InvalidRequestError, shown
 from lmcache_ray.prompt import Prompt, RequestConfigs, Tokens
 
 from .get_path import GetPath
@@ -226,9 +226,9 @@ class ClusterCalls:
         of the cache itself. The answer is to be closed, or used as a context manager: see `CachedViews`.
         """
         request = Request(tokens, start=start, request_configs=request_configs, hashes=hashes, offsets=offsets)
-        if views:
-            return _single(self.get_many([request], views=True))
-        return _single(self.get_many([request]))
+        if views is False:
+            return _single(self.get_many([request]))
+        return _single(self.get_many([request], views=views))
 
     def put_many(self, requests: Sequence[Request]) -> list[int | Exception]:
         """`put` of each request, in order."""
@@ -245,6 +245,8 @@ class ClusterCalls:
         self, requests: Sequence[Request], *, views: bool = False
     ) -> "list[Copies | Exception] | list[CachedViews | Exception]":
         """`get` of each request, in order."""
+        if type(views) is not bool:  # any text is true
+            raise InvalidRequestError(f"views is {shown(views)}; accepted: True or False")
         self._check_native()
         return self._get_path.view(requests) if views else self._get_path.get(requests)
 

@@ -11,7 +11,7 @@ import numpy as np
 import ray
 
 from lmcache_ray.connector.dense import DenseConnector
-from lmcache_ray.errors import InvalidRequestError, LMCacheRayError, RankDiedError, RankUnavailableError
+from lmcache_ray.errors import InvalidRequestError, LMCacheRayError, RankDiedError, RankUnavailableError, shown
 
 from .batching import each_item
 from .deadline import Deadline
@@ -40,10 +40,11 @@ class PutPath:
         if request.shards is None:
             raise InvalidRequestError("shards is missing: one list of tensors for each holder rank")
         layout, num_rows = self._link.world.layout, span.prompt.num_tokens - span.start
-        if len(request.shards) != len(layout.holders):
+        num_shards = len(request.shards) if isinstance(request.shards, Sequence) else None
+        if num_shards != len(layout.holders):
             raise InvalidRequestError(
                 f"shards must be one list of tensors for each of {len(layout.holders)} holder ranks; "
-                f"got {len(request.shards)}"
+                f"got {shown(request.shards) if num_shards is None else num_shards}"
             )
         connectors = {
             rank: DenseConnector(layout.ranks[rank], tensors, num_rows, name=f"shards[{rank}]")

@@ -197,6 +197,9 @@ def checked_hashes(
     if hashes is None or offsets is None:
         missing = "hashes" if hashes is None else "offsets"
         raise InvalidRequestError(f"{missing} is missing; accepted: hashes and offsets together, or tokens")
+    for name, given in (("hashes", hashes), ("offsets", offsets)):
+        if not isinstance(given, Sequence):  # the order counts
+            raise InvalidRequestError(f"{name} is {shown(given)}; accepted: a list or tuple")
     if len(hashes) != len(offsets):
         raise InvalidRequestError(f"{len(hashes)} hashes but {len(offsets)} offsets; accepted: one length per hash")
     if not _are_different_keys(hashes):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -198,6 +199,19 @@ def test_a_batch_of_views_keeps_its_order_and_each_item_fails_alone(cluster: Cac
     with late, early:
         assert_rows(late, shards, slice(5, None))
         assert_rows(early, shards, slice(0, C))
+
+
+@pytest.mark.parametrize("views", ["no", 1, None])
+def test_views_are_asked_for_by_true_or_false(cluster: CacheCluster, views: object) -> None:
+    for call in (partial(cluster.get, TOKENS), partial(cluster.get_many, [Request(TOKENS)])):
+        with pytest.raises(InvalidRequestError, match=r"views is .*; accepted: True or False"):
+            call(views=views)
+
+
+@pytest.mark.parametrize("shards", [5, iter(())])
+def test_shards_that_are_no_list_are_named(cluster: CacheCluster, shards: object) -> None:
+    with pytest.raises(InvalidRequestError, match=r"shards must be one list .*; got .* \((int|tuple_iterator)\)"):
+        cluster.put(TOKENS, shards)  # type: ignore[arg-type]
 
 
 def test_tensors_outlive_their_connection(cluster: CacheCluster) -> None:

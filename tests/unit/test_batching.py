@@ -29,6 +29,12 @@ def test_what_is_no_request_fails_alone_and_in_its_place() -> None:
     assert isinstance(negative, InvalidRequestError) and "tokens[0]" in str(negative)
 
 
+@pytest.mark.parametrize("requests", [None, 5, Request([1]), iter([Request([1])])])
+def test_what_is_no_list_of_requests_is_named(requests: object) -> None:
+    with pytest.raises(InvalidRequestError, match=r"requests is .*; accepted: a list of Request"):
+        each_item(requests, check, count)  # type: ignore[arg-type]
+
+
 def test_an_error_of_a_batch_is_the_answer_of_each_of_its_items() -> None:
     def fail(items: Sequence[CheckedSpan]) -> list[int]:
         raise ClusterError("gone")

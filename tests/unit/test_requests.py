@@ -83,6 +83,9 @@ def test_a_prompt_named_by_its_keys_is_the_same_as_by_its_tokens() -> None:
         (Request([1], hashes=[b"x" * 32], offsets=[4]), "exactly one of the two"),
         (Request(hashes=[b"x" * 32]), "offsets is missing"),
         (Request(hashes=[b"x" * 31], offsets=[4]), r"hashes\[0\]"),
+        (Request(hashes=5, offsets=[4]), r"hashes is 5 \(int\); accepted: a list"),  # type: ignore[arg-type]
+        (Request(hashes={b"x" * 32}, offsets=[4]), "hashes is {.* accepted: a list"),  # type: ignore[arg-type]
+        (Request(hashes=[b"x" * 32], offsets=iter([4])), "offsets is .* accepted: a list"),  # type: ignore[arg-type]
         (Request(hashes=[b"x" * 32], offsets=[3]), r"offsets\[0\] is 3"),
         (Request(hashes=[b"x" * 32], offsets=[4], request_configs={"cache_salt": "s"}), "keys already"),
     ],
