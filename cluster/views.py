@@ -85,7 +85,7 @@ class CachedViews(tuple[int, list[ViewedShard]]):
 
     copied_ranks: tuple[int, ...]
     """Ranks (numbers of the world) whose tensors are copies: they run on other nodes, or views hold their share of the
-    arena already. Copies stay what they are."""
+    arena already, or this process has as many of it as it may. Copies stay what they are."""
     _viewed: tuple[ViewedChunks, ...]
     _lease: ViewLease | None
 

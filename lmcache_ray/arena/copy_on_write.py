@@ -15,6 +15,7 @@ file as memory that might be written.
 import ctypes
 import mmap
 import os
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -25,6 +26,8 @@ import numpy as np
 from lmcache_ray.errors import ArenaError
 
 MAX_IDLE_MAPS: Final = 2
+MAX_MAPS: Final = 4096
+"""Of one file. The kernel gives a process some 65,000 mappings; one that has them all cannot even start a thread."""
 _MAP_NORESERVE: Final = 0x4000  # Linux on x86-64; not named by Python's mmap before 3.13
 _FAILED: Final = ctypes.c_void_p(-1).value
 
@@ -80,17 +83,26 @@ class CopyOnWriteMap:
 
 
 class CopyOnWriteMaps:
-    """The mappings of one file, made by `make`; each is in one reader's hands at a time. Thread-safe without locks."""
+    """The mappings of one file, made by `make`; each is in one reader's hands at a time. Thread-safe without locks.
 
-    def __init__(self, make: Callable[[], CopyOnWriteMap]) -> None:
+    Readers have about `max_maps` of them at most.
+    """
+
+    def __init__(self, make: Callable[[], CopyOnWriteMap], *, max_maps: int = MAX_MAPS) -> None:
         self._make = make
+        self._max_maps = max_maps
+        self._living: weakref.WeakSet[CopyOnWriteMap] = weakref.WeakSet()
         self._idle: deque[CopyOnWriteMap] = deque(maxlen=MAX_IDLE_MAPS)
 
     def take(self) -> CopyOnWriteMap:
         """A mapping that shows the file and nothing else. Raises `ArenaError` if there is none and none can be made."""
         with suppress(IndexError):
             return self._idle.popleft()
-        return self._make()
+        if len(self._living) >= self._max_maps:
+            raise ArenaError(f"{self._max_maps} mappings of an arena are in readers' hands already")
+        mapping = self._make()
+        self._living.add(mapping)
+        return mapping
 
     def give_back(self, mapping: CopyOnWriteMap, parts: Sequence[range]) -> None:
         """Its reader, who could write these bytes, is gone. Finalizers may call this."""

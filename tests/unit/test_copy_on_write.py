@@ -92,3 +92,16 @@ def test_a_few_unwritten_mappings_wait_for_the_next_reader(file: Path) -> None:
         assert sorted(mapping.address for mapping in again) == sorted(places[1:])
         assert [shown(mapping, PAGE) for mapping in again] == [5] * MAX_IDLE_MAPS
         maps.take()
+
+
+def test_readers_have_so_many_mappings_and_no_more(file: Path) -> None:
+    with file.open("rb") as opened:
+        maps = CopyOnWriteMaps(lambda: CopyOnWriteMap(opened.fileno(), 2 * PAGE), max_maps=3)
+        taken = [maps.take() for _ in range(3)]
+        with pytest.raises(ArenaError, match="3 mappings of an arena are in readers' hands"):
+            maps.take()
+        maps.give_back(taken.pop(), [])
+        taken.append(maps.take())
+        ctypes.memset(taken[0].address, 9, 1)
+        maps.give_back(taken.pop(0), [range(PAGE)])  # it is written, and so it ends
+        assert shown(maps.take(), 0) == 5
