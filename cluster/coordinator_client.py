@@ -19,7 +19,7 @@ from .messages import (
     StoreItem,
 )
 from .packed_calls import pack_call, unpack
-from .ray_calls import Actor, calling, wait_for
+from .ray_calls import Actor, Ref, calling, wait_for
 from .world import ClusterStatus
 
 
@@ -96,10 +96,11 @@ class CoordinatorClient:
         answer: list[int] = self._decide("complete", stores, releases, timeout_s=timeout_s)
         return answer
 
-    def release_soon(self, lease_ids: Sequence[str]) -> None:
-        """End leases without waiting for it to happen. Raises `ClusterError` if the message is not taken."""
+    def release_soon(self, lease_ids: Sequence[str]) -> Ref:
+        """End leases; not waited for, but by the reference. Raises `ClusterError` if the message is not taken."""
         with calling("the coordinator (complete)"):
-            self.actor.decide.remote(pack_call("complete", [], lease_ids))
+            reference: Ref = self.actor.decide.remote(pack_call("complete", [], lease_ids))
+        return reference
 
     def clear(self, keys: bytes | None) -> ClearCounts:
         """Forget chunks; None is all."""

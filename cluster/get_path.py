@@ -107,7 +107,7 @@ class GetPath:
             exports = self._exports(planned, deadline)
             return [self._copied(found, exports) for found in _wanted(items, planned)]
         finally:
-            self._end_loads(lease_ids, planned, deadline)
+            self._end_loads(lease_ids, planned)
 
     def _copied(self, found: _Found, exports: Mapping[int, Payload]) -> "Copies":
         holders = self._link.world.layout.holders
@@ -167,8 +167,12 @@ class GetPath:
             for lease_id in lease_ids:
                 link.abandon(lease_id)  # it may have been granted, and would not end by time
             raise
+
+        def release(lease_id: str) -> None:
+            link.release([lease_id])
+
         leases = [
-            ViewLease(lease_id, release=link.release, abandon=link.abandon) if plan.is_kept else None
+            ViewLease(lease_id, release=release, abandon=link.abandon) if plan.is_kept else None
             for lease_id, plan in zip(lease_ids, planned, strict=True)
         ]
         try:
@@ -182,7 +186,7 @@ class GetPath:
                 lease.close()
             raise
         finally:
-            self._end_loads(lease_ids, planned, deadline)
+            self._end_loads(lease_ids, planned)
 
     def _viewed(self, found: _Found, lease: ViewLease | None, exports: Mapping[int, Payload]) -> CachedViews:
         """Views of the ranks whose arenas can be mapped under the lease, copies of the others."""
@@ -228,13 +232,13 @@ class GetPath:
         ]
         return self._link.coordinator.prepare_loads(wanted, timeout_s=deadline.remaining_s())
 
-    def _end_loads(self, lease_ids: Sequence[str], planned: Sequence[PlannedLoad], deadline: Deadline) -> None:
+    def _end_loads(self, lease_ids: Sequence[str], planned: Sequence[PlannedLoad]) -> None:
         """End the leases that end with the call."""
         pinned = [
             lease_id for lease_id, plan in zip(lease_ids, planned, strict=True) if len(plan.refs) and not plan.is_kept
         ]
         if pinned:
-            self._link.coordinator.complete([], pinned, timeout_s=deadline.to_report_s())
+            self._link.release(pinned)
 
     def _exports(self, planned: Sequence[PlannedLoad], deadline: Deadline) -> dict[int, Payload]:
         """All planned chunks of every rank of another node, by rank; a rank that is out of reach has none."""

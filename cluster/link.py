@@ -8,6 +8,7 @@ import os
 import time
 import uuid
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -21,11 +22,12 @@ from .coordinator_client import CoordinatorClient
 from .deadline import Deadline
 from .introduction import Introduction
 from .messages import ClientHello
-from .ray_calls import Actor
+from .ray_calls import Actor, Ref, wait_for
 
 _INTRODUCTION_S: Final = 30.0  # the world, which has a deadline of its own, is not known before the first answer
 _POLL_S: Final = 0.1
 _GOODBYE_S: Final = 5.0
+_RELEASE_S: Final = 0.5
 
 
 class ClusterLink:
@@ -36,6 +38,7 @@ class ClusterLink:
         self.client_id = f"client-{os.getpid()}-{uuid.uuid4().hex[:12]}"
         self._closed = False
         self._abandoned: deque[str] = deque()
+        self._releases: deque[Ref] = deque()
         introduction = _introduction(coordinator, self.client_id)
         self.world = introduction.world
         self.workers = introduction.workers
@@ -54,16 +57,18 @@ class ClusterLink:
         self.check_open()
         if self._abandoned:
             self._release_abandoned()
+        if self._releases:
+            self._wait_for_releases()
         return self._coordinator
 
-    def release(self, lease_id: str) -> None:
-        """End a lease now; where the cluster cannot be reached, with the next call. Never fails."""
+    def release(self, lease_ids: Sequence[str]) -> None:
+        """End leases before anything else that this link asks for, and without waiting for it. Never fails."""
         if self._closed or not ray.is_initialized():
-            return  # it has ended with the client
+            return  # they have ended with the client
         try:
-            self.coordinator.complete([], [lease_id])
-        except LMCacheRayError:
-            self.abandon(lease_id)
+            self._releases.append(self._coordinator.release_soon(lease_ids))
+        except ClusterError:
+            self._abandoned.extend(lease_ids)
 
     def abandon(self, lease_id: str) -> None:
         """Let a lease end with the next call of this link. Makes no call itself, so that a finalizer may say it."""
@@ -106,15 +111,21 @@ class ClusterLink:
                 self._liveness.close()
 
     def _release_abandoned(self) -> None:
-        """One message for all; nobody waits for it."""
+        """One message for all."""
         lease_ids = []
         while self._abandoned:
             with suppress(IndexError):  # another thread took the last
                 lease_ids.append(self._abandoned.popleft())
-        try:
-            self._coordinator.release_soon(lease_ids)
-        except ClusterError:
-            self._abandoned.extend(lease_ids)
+        self.release(lease_ids)
+
+    def _wait_for_releases(self) -> None:
+        """Calls of an actor may overtake each other; what this client has released must be free when it asks again."""
+        deadline = Deadline(_RELEASE_S)
+        for reference in tuple(self._releases):
+            with suppress(LMCacheRayError):  # a release that is not answered in time does not stand in the way
+                wait_for(reference, timeout_s=deadline.remaining_s(), what="the coordinator (complete)")
+            with suppress(ValueError):  # another thread has waited for it as well
+                self._releases.remove(reference)
 
     def _make_liveness(self) -> LivenessFile | None:
         if not any(self.is_here(rank) for rank in range(len(self.hellos))):

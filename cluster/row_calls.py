@@ -124,7 +124,7 @@ def _retrieve_batch(link: ClusterLink, items: Sequence[CheckedRows], deadline: D
     finally:
         pinned = [lease for lease, plan in zip(leases, planned, strict=True) if len(plan.refs)]
         if pinned:
-            link.coordinator.complete([], pinned, timeout_s=deadline.to_report_s())
+            link.release(pinned)
     return results
 
 

@@ -229,3 +229,20 @@ def test_list_array_and_tensor_are_the_same_prompt(cluster: CacheCluster) -> Non
     cluster.store(np.array(tokens), torch.arange(2 * C))
     same = (tokens, np.array(tokens, dtype=np.int32), torch.tensor(tokens))
     assert [cluster.lookup(prompt) for prompt in same] == [2 * C] * 3
+
+
+@pytest.mark.parametrize("load", ["retrieve", "get", "views"])
+def test_what_a_call_has_loaded_is_free_for_the_next_call(cluster: CacheCluster, load: str) -> None:
+    """Leases of loads end without being waited for, and yet before anything that the same client asks afterwards."""
+    tokens, rows = list(range(2 * C)), np.arange(2 * C)
+    for _ in range(25):
+        assert cluster.store(tokens, rows) == 2 * C
+        if load == "retrieve":
+            assert cluster.retrieve(tokens, rows).all()
+        elif load == "get":
+            assert cluster.get(tokens)[0] == 2 * C
+        else:
+            with cluster.get(tokens, views=True) as (num_tokens, _):
+                assert num_tokens == 2 * C
+        cleared = cluster.clear()
+        assert (cleared.num_removed, cleared.num_kept) == (2, 0)

@@ -66,12 +66,8 @@ class OneRank:
             PlannedLoad(item.start, PackedRefs.pack(self.refs[item.start :]), item.keep and self.kept) for item in items
         ]
 
-    def complete(self, stores: Sequence[object], releases: Sequence[str], *, timeout_s: float) -> list[int]:
-        self.ended += releases
-        return []
-
-    def release(self, lease_id: str) -> None:
-        self.ended.append(lease_id)
+    def release(self, lease_ids: Sequence[str]) -> None:
+        self.ended += lease_ids
 
     def abandon(self, lease_id: str) -> None:
         self.abandoned.append(lease_id)
