@@ -120,12 +120,15 @@ class ClusterLink:
 
     def _wait_for_releases(self) -> None:
         """Calls of an actor may overtake each other; what this client has released must be free when it asks again."""
-        deadline = Deadline(_RELEASE_S)
+        deadline = Deadline(min(_RELEASE_S, self.world.lookup_timeout_s))  # no call has less time than a lookup
         for reference in tuple(self._releases):
-            with suppress(LMCacheRayError):  # a release that is not answered in time does not stand in the way
+            try:
                 wait_for(reference, timeout_s=deadline.remaining_s(), what="the coordinator (complete)")
-            with suppress(ValueError):  # another thread has waited for it as well
-                self._releases.remove(reference)
+            except LMCacheRayError:  # a release that is not answered in time does not stand in the way
+                pass
+            finally:
+                with suppress(ValueError):  # another thread has waited for it as well
+                    self._releases.remove(reference)
 
     def _make_liveness(self) -> LivenessFile | None:
         if not any(self.is_here(rank) for rank in range(len(self.hellos))):

@@ -11,6 +11,7 @@ from lmcache_ray.keys import KEY_NBYTES
 from lmcache_ray.prompt import Prompt
 
 from .batching import each_item
+from .deadline import Deadline
 from .link import ClusterLink
 from .messages import LookupItem, pack_keys
 from .requests import Request, prompt_of
@@ -36,8 +37,9 @@ def lookup_prompts(
 
     def run(items: Sequence[_Lookup]) -> list[int]:
         messages = [LookupItem(pack_keys(item.prompt.keys if is_wanted else ()), lease_id) for item in items]
+        deadline = Deadline(link.world.lookup_timeout_s)
         try:
-            counts = link.coordinator.lookup(messages, timeout_s=link.world.lookup_timeout_s)
+            counts = link.coordinator.lookup(messages, timeout_s=deadline.remaining_s())
         except DeadlineError:
             counts = [0] * len(items)
         return [item.prompt.tokens_in(count) for item, count in zip(items, counts, strict=True)]

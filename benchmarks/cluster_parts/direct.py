@@ -175,6 +175,6 @@ def _claims(samples: dict[str, Samples], nbytes: int) -> list[Claim]:
     claims.append(kept.of_speed(samples["get_kept"], samples[NEW_MEMORY_COPY]))
     views, note = f"get as views, {size}", "over a no-op call"
     claims.append(at_most(views, 3.0, note=note).of_excess(samples["get_views"], samples["no_op"]))
-    closed = beside(f"{views}, and close", note=f"{note}; close is a call of its own")
+    closed = beside(f"{views}, and close", note=f"{note}; close included, which is sent and not waited for")
     claims.append(closed.of_excess(samples["get_views_and_close"], samples["no_op"]))
     return claims

@@ -184,3 +184,21 @@ def wait_for_health(cluster: CacheCluster, *, healthy: bool) -> None:
     while cluster.is_healthy() != healthy:
         assert time.monotonic() < deadline, cluster.status().problems
         time.sleep(0.1)
+
+
+def test_views_close_and_lookups_end_while_the_coordinator_stands_still(pair: CacheCluster) -> None:
+    """A lookup gives up in its own time, also when the end of a lease was sent before it and is not answered."""
+    tokens = list(range(500, 500 + NUM_TOKENS))
+    shards = [[torch.full((2, 1, NUM_TOKENS, 8), rank, dtype=torch.float16)] for rank in range(2)]
+    assert pair.put(tokens, shards) == NUM_TOKENS
+    found = pair.get(tokens, views=True)
+    assert found.num_tokens == NUM_TOKENS and pair.status().view_leases == 1
+    pid = pair.status().coordinator_pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        found.close()
+        assert pair.lookup(tokens) == 0
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert pair.lookup(tokens) == NUM_TOKENS
+    assert (pair.status().view_leases, pair.clear(tokens).num_kept) == (0, 0)
