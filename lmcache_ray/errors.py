@@ -12,6 +12,10 @@
     ├── CapacityError          (MemoryError)   an arena that does not fit, or a chunk that does not fit an arena
     ├── ArenaError             (OSError)       an arena file that cannot be made, mapped or trusted
     │   └── ArenaLockedError                   another living process owns it
+    ├── StorageError           (OSError)       a tier below memory that cannot be used
+    │   ├── DirectoryTakenError                another living cluster keeps its chunks there
+    │   └── StorageUnavailableError            a remote that did not answer, or is not asked at present
+    ├── DamagedChunkError      (ValueError)    stored bytes that are not the chunk they should be; a miss to callers
     ├── ProtocolError          (RuntimeError)  a step that the protocol forbids (stale generation, unknown plan)
     │   └── IntegrityError                     a self-check found two facts that contradict each other
     ├── ClosedError            (RuntimeError)  a call on a closed engine, arena or cluster
@@ -69,6 +73,25 @@ class ArenaError(LMCacheRayError, OSError):
 
 class ArenaLockedError(ArenaError):
     """The arena file is owned by another living process."""
+
+
+class StorageError(LMCacheRayError, OSError):
+    """A storage tier cannot be used; the message names the place and why."""
+
+
+class DirectoryTakenError(StorageError):
+    """The directory belongs to another living cluster; the message names that cluster and the process that made it."""
+
+
+class StorageUnavailableError(StorageError):
+    """A remote store did not answer, or is not asked at present because it did not answer before."""
+
+
+class DamagedChunkError(LMCacheRayError, ValueError):
+    """A stored chunk's bytes are not what they should be; the message says what is wrong.
+
+    Internal to storage: readers turn it into a miss that is counted, no caller of a store, lookup or retrieve sees it.
+    """
 
 
 class ProtocolError(LMCacheRayError, RuntimeError):
