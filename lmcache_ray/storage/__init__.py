@@ -1,0 +1,1 @@
+"""Chunks below memory: the format of a stored chunk, a rank's disk directory, and remote stores. Decides nothing."""
