@@ -11,13 +11,10 @@ from lmcache_ray.config_spelling import Truth, is_null, text_of
 Default = bool | int | float | str | tuple[str, ...] | None
 
 _FEATURES: Final[dict[str, dict[str, Default]]] = {
-    "a disk tier": {"local_disk": None, "max_local_disk_size": 0.0, "local_disk_path_sharding": "by_gpu"},
-    "a remote tier": {
-        "remote_url": None,
-        "remote_serde": "naive",
-        "audit_actual_remote_url": None,
-        "blocking_timeout_secs": 10,
+    "a choice of disk per rank (each rank has a directory of its own below local_disk)": {
+        "local_disk_path_sharding": "by_gpu"
     },
+    "LMCache's audit of a remote": {"audit_actual_remote_url": None},
     "a choice of tiers per operation": {"retrieve_locations": None, "store_location": None},
     "a reserve of CPU memory": {"reserve_local_cpu_size": 0.0},
     "huge pages": {"local_cpu_use_hugepages": False},

@@ -6,39 +6,47 @@ users, and a test keeps the two equal. Fields are declared plainly, so editors a
 
 from typing import Annotated, Final, Literal, get_type_hints
 
-from pydantic import BeforeValidator, field_validator
+from pydantic import BeforeValidator, ValidationInfo, field_validator
 from pydantic.dataclasses import dataclass
 
-from lmcache_ray.config_spelling import Choice, Maybe, Number, Spelling, Text, Truth, Whole
+from lmcache_ray.config_spelling import Choice, Directory, Maybe, Number, Spelling, Text, Truth, Whole
 
 CACHE_POLICIES: Final = ("LRU", "LFU", "FIFO")
+REMOTE_SERDES: Final = ("naive", "zstd", "fp8")
 
 _MAX_GIB: Final = 2.0**20
 _MAX_SECONDS: Final = 1e9  # about 30 years; the waiting calls of every platform take it
 _NAME: Final = Text(
     "1 to 63 letters, digits, '.', '_' or '-', a letter or digit first", "[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
 )
+_URL: Final = Text("a URL, scheme://...", r"[A-Za-z][A-Za-z0-9+.-]*://.*")
 
 Flag = Annotated[bool, BeforeValidator(Truth())]
 Count = Annotated[int, BeforeValidator(Whole(0))]
 PositiveCount = Annotated[int, BeforeValidator(Whole(1))]
 OptionalPositiveCount = Annotated[int | None, BeforeValidator(Maybe(Whole(1)))]
 Gibibytes = Annotated[float, BeforeValidator(Number("GiB", _MAX_GIB))]
+GibibytesOrZero = Annotated[float, BeforeValidator(Number("GiB", _MAX_GIB, can_be_zero=True))]
+OptionalGibibytes = Annotated[float | None, BeforeValidator(Maybe(Number("GiB", _MAX_GIB)))]
 Seconds = Annotated[float, BeforeValidator(Number("seconds", _MAX_SECONDS))]
 Policy = Annotated[Literal["LRU", "LFU", "FIFO"], BeforeValidator(Choice(CACHE_POLICIES))]
 OptionalText = Annotated[str | None, BeforeValidator(Maybe(Text("printable text"), empty_is_unset=True))]
 AbsolutePath = Annotated[str, BeforeValidator(Text("an absolute path", "/.*"))]
+OptionalDirectory = Annotated[str | None, BeforeValidator(Maybe(Directory(), empty_is_unset=True))]
+OptionalUrl = Annotated[str | None, BeforeValidator(Maybe(_URL, empty_is_unset=True))]
+Serde = Annotated[Literal["naive", "zstd", "fp8"], BeforeValidator(Choice(REMOTE_SERDES))]
 Name = Annotated[str, BeforeValidator(_NAME)]
 
 
 @dataclass(kw_only=True)
 class ConfigValues:
-    """Every key with its value; checked as a whole when built. Sizes are GiB (2^30 bytes) per rank."""
+    """Every key with its value; checked as a whole when built. Sizes are GiB (2^30 bytes) per rank.
+
+    A key that needs others stands below them: its check sees those above it.
+    """
 
     chunk_size: PositiveCount = 256
     """Tokens of one chunk, the unit of caching. Wins over the metadata's."""
-    local_cpu: Flag = True
-    """Whether the cpu tier is used. It is the only tier, so it cannot be switched off."""
     max_local_cpu_size: Gibibytes = 5.0
     """Size of a rank's arena in GiB, unless `capacity_chunks` says it in chunks."""
     capacity_chunks: OptionalPositiveCount = None
@@ -49,6 +57,22 @@ class ConfigValues:
     """Whether the partial chunk at a prompt's end is cached too."""
     cache_policy: Policy = "LRU"
     """Which chunks are evicted first."""
+    max_local_disk_size: GibibytesOrZero = 0.0
+    """Limit in GiB of a rank's files on disk. Must be above 0 with `local_disk`; means nothing without it."""
+    local_disk: OptionalDirectory = None
+    """Directory of the disk tier on every node; unset means that there is none."""
+    remote_url: OptionalUrl = None
+    """Where the remote tier is; unset means that there is none. Which schemes are known, its opener says."""
+    remote_serde: Serde = "naive"
+    """How chunks are written to the remote: as they are, compressed, or as 8-bit floats, which loses precision."""
+    remote_prefix: Name = "lmcache_ray"
+    """What the names of all objects in the remote begin with."""
+    blocking_timeout_secs: Seconds = 10.0
+    """Seconds after which one call to the remote is given up."""
+    max_remote_size: OptionalGibibytes = None
+    """Limit in GiB of everything below `remote_prefix`, of all ranks together; unset means no limit of our own."""
+    local_cpu: Flag = True
+    """Whether chunks are kept in memory. Without it memory only stages what is on disk or in the remote."""
     block_size: PositiveCount = 16
     """Tokens of one block of the paged KV that this project allocates itself."""
     model_revision: OptionalText = None
@@ -70,12 +94,22 @@ class ConfigValues:
     cluster_namespace: Name = "lmcache_ray"
     """Ray namespace of the cache cluster's actors."""
 
+    @field_validator("local_disk")
+    @classmethod
+    def _needs_a_limit(cls, local_disk: str | None, above: ValidationInfo) -> str | None:
+        if local_disk is not None and above.data.get("max_local_disk_size") == 0:
+            raise ValueError(
+                "is a disk tier without room: max_local_disk_size is 0; accepted: max_local_disk_size above 0, in GiB"
+            )
+        return local_disk
+
     @field_validator("local_cpu")
     @classmethod
-    def _needs_a_tier(cls, local_cpu: bool) -> bool:
-        if not local_cpu:
+    def _needs_a_tier(cls, local_cpu: bool, above: ValidationInfo) -> bool:
+        wrong_or_set = [above.data.get(key, "wrong") for key in ("local_disk", "remote_url")]
+        if not local_cpu and wrong_or_set == [None, None]:
             raise ValueError(
-                "is not possible: the cpu tier is the only tier, without it nothing is cached; accepted: true"
+                "leaves no tier to cache in: neither local_disk nor remote_url is set; accepted: true, or one of them"
             )
         return local_cpu
 

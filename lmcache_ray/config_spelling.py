@@ -10,9 +10,11 @@ any        blanks and matching quotes around the text are dropped (as LMCache do
 null       null, ~ (any case), Python's None: the key is unset and takes its default
 Truth      true, yes, on, 1, false, no, off, 0 (any case)
 Whole      decimal ASCII digits with an optional sign, within bounds; `010` is ten, `1e3` and `5.0` are refused
-Number     an ordinary decimal number, `1e3` included, above 0 and within bounds; nan and inf are refused
+Number     an ordinary decimal number, `1e3` included, above 0 (or 0, for some keys) and within bounds; nan and inf
+           are refused
 Choice     one of a few words (any case)
 Text       printable text that matches the key's pattern
+Directory  an absolute path, or file:// before one; `.`, `..` and double slashes are resolved by the text alone
 =========  ==============================================================================================
 
 A spelling is a callable that returns the value or raises `ValueError` with the end of a sentence that begins with the
@@ -21,7 +23,9 @@ key and its value ("is not accepted; accepted: ..."). It stands apart from the k
 
 import numbers
 import os
+import posixpath
 import re
+import unicodedata
 from dataclasses import dataclass
 from typing import Final, Generic, Protocol, TypeVar
 
@@ -37,6 +41,7 @@ _TRUTHS: Final = {
     "false": False, "no": False, "off": False, "0": False,
 }  # fmt: skip
 _NULLS: Final = frozenset({"null", "~"})
+_NOT_IN_PATHS: Final = frozenset({"Cc", "Cs"})  # control characters, and bytes that are no UTF-8
 
 
 class Spelling(Protocol[T_co]):
@@ -110,27 +115,30 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A finite number of `unit` above 0 and at most `maximum`."""
+    """A finite number of `unit` above 0, or with `can_be_zero` from 0 on, and at most `maximum`."""
 
     unit: str
     maximum: float
+    can_be_zero: bool = False
 
     @property
     def accepted(self) -> str:
         """See `Spelling`."""
-        return f"a number of {self.unit} above 0 and at most {self.maximum:,.0f}"
+        least = "from 0 to" if self.can_be_zero else "above 0 and at most"
+        return f"a number of {self.unit} {least} {self.maximum:,.0f}"
 
     def __call__(self, value: object) -> float:
         """See `Spelling`."""
         text = text_of(value) or ""
-        if not _NUMBER.fullmatch(text) or not 0 < float(text) <= self.maximum:
+        number = float(text) if _NUMBER.fullmatch(text) else -1.0
+        if not 0 <= number <= self.maximum or (number == 0 and not self.can_be_zero):
             raise _refusal(self)
-        return float(text)
+        return abs(number)  # "-0" is 0
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of `options`, which are upper case."""
+    """One of `options`, each in the case in which it is kept."""
 
     options: tuple[str, ...]
 
@@ -142,9 +150,10 @@ class Choice:
     def __call__(self, value: object) -> str:
         """See `Spelling`."""
         text = text_of(value) or ""
-        if not text.isascii() or text.upper() not in self.options:
+        chosen = {option.lower(): option for option in self.options}.get(text.lower())
+        if chosen is None or not text.isascii():
             raise _refusal(self)
-        return text.upper()
+        return chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +169,26 @@ class Text:
         if not text.isprintable() or not re.fullmatch(self.pattern, text):
             raise _refusal(self)
         return text
+
+
+@dataclass(frozen=True, slots=True)
+class Directory:
+    """An absolute path, kept without `file://` before it, without `.`, `..`, and without superfluous slashes.
+
+    The file system is not asked: links are not followed, and nothing has to be there. `%` stands for itself.
+    """
+
+    @property
+    def accepted(self) -> str:
+        """See `Spelling`."""
+        return "an absolute path, /dir or file:///dir"
+
+    def __call__(self, value: object) -> str:
+        """See `Spelling`."""
+        path = (text_of(value) or "").removeprefix("file://")
+        if not path.startswith("/") or any(unicodedata.category(letter) in _NOT_IN_PATHS for letter in path):
+            raise _refusal(self)
+        return posixpath.normpath("/" + path.lstrip("/"))  # two slashes in front would stay two
 
 
 @dataclass(frozen=True, slots=True)

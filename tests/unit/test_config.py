@@ -25,12 +25,19 @@ CONFIGS = ROOT / "configs"
 
 DEFAULTS = {
     "chunk_size": 256,
-    "local_cpu": True,
     "max_local_cpu_size": 5.0,
     "capacity_chunks": None,
     "arena_dir": "/dev/shm",
     "save_unfull_chunk": False,
     "cache_policy": "LRU",
+    "max_local_disk_size": 0.0,
+    "local_disk": None,
+    "remote_url": None,
+    "remote_serde": "naive",
+    "remote_prefix": "lmcache_ray",
+    "blocking_timeout_secs": 10.0,
+    "max_remote_size": None,
+    "local_cpu": True,
     "block_size": 16,
     "model_revision": None,
     "lmcache_instance_id": None,
@@ -180,7 +187,7 @@ def test_describe_lists_every_key_with_its_origin() -> None:
     lines = config.describe().splitlines()
     assert [line.split(" = ")[0] for line in lines] == list(DEFAULTS)
     assert re.fullmatch(r"chunk_size = 64 +\(environment LMCACHE_CHUNK_SIZE\)", lines[0])
-    assert re.fullmatch(r"local_cpu = true +\(default\)", lines[1])
+    assert re.fullmatch(r"max_local_cpu_size = 5.0 +\(default\)", lines[1])
 
 
 def test_secrets_are_masked_in_listings_and_messages() -> None:
@@ -188,9 +195,58 @@ def test_secrets_are_masked_in_listings_and_messages() -> None:
     assert "https://***@host/x?token=***&y=1" in config.describe()
     assert config.model_revision == "https://user:hunter2@host/x?token=abc&y=1"
     with pytest.raises(ConfigError) as caught:
-        LMCacheEngineConfig(remote_url="redis://:hunter2@host:1", extra_config={"password": "hunter2"})
+        LMCacheEngineConfig(audit_actual_remote_url="redis://:hunter2@host:1", extra_config={"password": "hunter2"})
     assert "hunter2" not in str(caught.value)
-    assert "remote tier" in str(caught.value)
+    assert "audit of a remote" in str(caught.value)
+
+
+def test_a_remotes_password_is_masked_where_it_is_shown_and_kept_where_it_is_used() -> None:
+    config = LMCacheEngineConfig(remote_url="redis://:hunter2@host:6379/0")
+    assert "remote_url = 'redis://***@host:6379/0'" in config.describe()
+    assert config.remote_url == config.to_dict()["remote_url"] == "redis://:hunter2@host:6379/0"
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"local_disk": "/x"}, "local_disk = '/x' .*disk tier.*max_local_disk_size is 0; accepted: max_.* above 0"),
+        ({"local_disk": "/x", "max_local_disk_size": 0}, "local_disk = '/x' .*max_local_disk_size above 0"),
+        ({"local_cpu": False}, "local_cpu = false .*no tier.*neither local_disk nor remote_url is set"),
+        ({"local_cpu": False, "remote_url": "", "local_disk": None}, "neither local_disk nor remote_url is set"),
+    ],
+)
+def test_keys_that_need_each_other_are_checked_together(values: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        LMCacheEngineConfig.from_dict(values)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_wrong_lower_tier_is_the_only_thing_that_is_told_of_it() -> None:
+    with pytest.raises(ConfigError, match=r"^local_disk = 'x' .*an absolute path[^\n]*$"):
+        LMCacheEngineConfig.from_dict({"local_cpu": False, "local_disk": "x"})
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"max_local_disk_size": 20},
+        {"remote_serde": "zstd"},
+        {"local_cpu": False, "local_disk": "/x", "max_local_disk_size": 0.5},
+        {"local_cpu": False, "remote_url": "memory://"},
+        {"local_disk": "/x", "max_local_disk_size": 1, "remote_url": "s3://bucket"},
+    ],
+)
+def test_tiers_in_all_the_ways_they_can_be_put_together(values: dict[str, object]) -> None:
+    config = LMCacheEngineConfig.from_dict(values)
+    assert {key: getattr(config, key) for key in values} == values
+    assert LMCacheEngineConfig.from_dict(config.to_dict()) == config.validate()
+
+
+def test_a_tiers_keys_may_come_from_one_source_after_the_other(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.yaml", "max_local_disk_size: 20\n")
+    config = load_config(path, environ={"LMCACHE_LOCAL_DISK": "file:///x/"})
+    config.update(parse_overrides(["--local-cpu=false"]), COMMAND_LINE)
+    assert (config.local_disk, config.max_local_disk_size, config.local_cpu) == ("/x", 20.0, False)
 
 
 def test_full_yaml_and_the_code_list_the_same_options_and_defaults() -> None:

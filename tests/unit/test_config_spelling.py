@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_ray.config_spelling import Choice, Maybe, Number, Text, Truth, Whole, text_of
+from lmcache_ray.config_spelling import Choice, Directory, Maybe, Number, Text, Truth, Whole, text_of
 
 
 class Policy(str, Enum):
@@ -24,7 +24,10 @@ class Policy(str, Enum):
         (Number("GiB", 100), np.float32(0.5), 0.5),
         (Truth(), True, True),
         (Truth(), 0, False),
+        (Number("GiB", 100, can_be_zero=True), 0, 0.0),
         (Choice(("LRU", "LFU")), Policy.LFU, "LFU"),
+        (Choice(("lfu", "fp8")), "LFU", "lfu"),
+        (Directory(), Path("/tmp/kv"), "/tmp/kv"),
         (Text("a path"), Path("/tmp"), "/tmp"),
         (Maybe(Whole(1)), None, None),
     ],
@@ -44,18 +47,45 @@ def test_python_values_of_the_right_type(spelling, value, expected) -> None:  # 
         (Number("GiB", 100), True),
         (Number("GiB", 100), float("nan")),
         (Number("GiB", 100), 101),
+        (Number("GiB", 100), 0),
+        (Number("GiB", 100, can_be_zero=True), -1),
+        (Number("GiB", 100, can_be_zero=True), float("nan")),
         (Truth(), 2),
         (Truth(), []),
         (Text("text"), "a\x00b"),
         (Text("text"), "a\udc80"),
         (Text("text"), "a\nb"),
         (Maybe(Whole(1)), ""),
+        (Directory(), ""),
+        (Directory(), "kv"),
+        (Directory(), "/a\x00b"),
+        (Directory(), "/a\nb"),
+        (Directory(), "/a\udcff"),
+        (Directory(), b"/kv"),
     ],
 )
 def test_python_values_of_the_wrong_type_say_what_is_accepted(spelling, value) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ValueError, match="is not accepted; accepted: ") as caught:
         spelling(value)
     assert spelling.accepted in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "directory"),
+    [
+        ("/kv/", "/kv"),
+        ("file:///kv/", "/kv"),
+        ("//kv//a", "/kv/a"),
+        ("/a/b/../c/./d", "/a/c/d"),
+        ("/../..", "/"),
+        ("/mnt/großer Speicher/@home/二", "/mnt/großer Speicher/@home/二"),
+        ("/a\u3000b", "/a\u3000b"),
+        ("file:///a%20b", "/a%20b"),
+        ("/" + "n" * 300, "/" + "n" * 300),
+    ],
+)
+def test_a_directory_is_resolved_by_its_text_alone(text: str, directory: str) -> None:
+    assert Directory()(text) == directory == Directory()(directory)
 
 
 @given(st.text() | st.floats() | st.integers())
