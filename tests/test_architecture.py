@@ -26,8 +26,11 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "lmcache_ray.splitmix", "lmcache_ray.kv_layer_groups", "lmcache_ray.metadata", "lmcache_ray.shape_spec",
         "lmcache_ray.config", "lmcache_ray.config_compat", "lmcache_ray.config_fields",
         "lmcache_ray.config_sources", "lmcache_ray.config_spelling",
+        "lmcache_ray.tiers.spec", "lmcache_ray.tiers.counts", "lmcache_ray.tiers.hits",
     )),
-    ("pure machines", ("lmcache_ray.index", "lmcache_ray.broadcast.tags", "lmcache_ray.broadcast.log")),
+    ("pure machines", (
+        "lmcache_ray.index", "lmcache_ray.tiers", "lmcache_ray.broadcast.tags", "lmcache_ray.broadcast.log",
+    )),
     ("protocols", ("lmcache_ray.connector.base", "lmcache_ray.broadcast.base", "lmcache_ray.index_service")),
     ("implementations", (
         "lmcache_ray.arena", "lmcache_ray.connector", "lmcache_ray.broadcast", "lmcache_ray.clearing",
@@ -65,6 +68,7 @@ PURE = (
     "lmcache_ray.index", "lmcache_ray.broadcast.tags", "lmcache_ray.broadcast.log", "lmcache_ray.errors",
     "lmcache_ray.dtypes", "lmcache_ray.layout", "lmcache_ray.arrays", "lmcache_ray.tokens", "lmcache_ray.chunking",
     "lmcache_ray.keys", "lmcache_ray.prompt", "lmcache_ray.splitmix", "lmcache_ray.connector.base",
+    "lmcache_ray.tiers.spec", "lmcache_ray.tiers.counts", "lmcache_ray.tiers.hits",
     "cluster.messages", "cluster.topology", "cluster.membership", "cluster.workload", "cluster.chat_workload",
     "cluster.expected_bytes", "cluster.report", "cluster.world", "cluster.requests", "cluster.packed_calls",
 )
