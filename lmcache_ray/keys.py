@@ -2,7 +2,7 @@
 
 A key is a SHA-256 digest, chained so that it names the chunk *and everything before it*::
 
-    root = SHA256(version, model name, revision, generation, chunk size, salt, LoRA)     see `_field`
+    root = SHA256(version, model name, revision, generation, chunk size[, lossy], salt, LoRA)     see `_field`
     key[0] = SHA256(root   || tokens of chunk 0 || media)
     key[i] = SHA256(key[i-1] || tokens of chunk i || media)
 
@@ -18,7 +18,7 @@ import hashlib
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -78,8 +78,7 @@ class RequestIdentity:
             raise InvalidRequestError(f"cache_salt is {shown(self.cache_salt)}; accepted: str or None")
         if self.lora_id is not None and not isinstance(self.lora_id, str) and not _is_int(self.lora_id):
             raise InvalidRequestError(f"lora_id is {shown(self.lora_id)}; accepted: str, int or None")
-        for index in range(1, len(self.media)):
-            before, span = self.media[index - 1], self.media[index]
+        for index, (before, span) in enumerate(pairwise(self.media), start=1):
             if span.start < before.end:
                 raise InvalidRequestError(
                     f"media[{index}] begins at {span.start}, before media[{index - 1}] ends at {before.end}; "
@@ -122,7 +121,7 @@ class ChunkHasher:
     """Computes the keys of prompts for one model and one chunk size.
 
     `model_generation` is bumped when an engine resets its cache after a weight update. With `keep_partial` a partial
-    tail has a key too.
+    tail has a key too. `lossy` names what rounds the KV on its way: such chunks never have the key of exact ones.
     """
 
     model_name: str
@@ -131,19 +130,25 @@ class ChunkHasher:
     model_generation: int = 0
     chunk_size: int
     keep_partial: bool = False
+    lossy: str | None = None
     _root_prefix: bytes = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.model_name, str):
             raise ConfigError(f"model_name is {shown(self.model_name)}; accepted: str")
-        if self.model_revision is not None and not isinstance(self.model_revision, str):
-            raise ConfigError(f"model_revision is {shown(self.model_revision)}; accepted: str or None")
-        if not _is_int(self.model_generation) or self.model_generation < 0:
-            raise ConfigError(f"model_generation is {shown(self.model_generation)}; accepted: an int, at least 0")
-        if not _is_int(self.chunk_size) or self.chunk_size < 1:
-            raise ConfigError(f"chunk_size is {shown(self.chunk_size)}; accepted: an int, at least 1")
+        for name, text in (("model_revision", self.model_revision), ("lossy", self.lossy)):
+            if text is not None and not isinstance(text, str):
+                raise ConfigError(f"{name} is {shown(text)}; accepted: str or None")
+        for name, number, least in (("model_generation", self.model_generation, 0), ("chunk_size", self.chunk_size, 1)):
+            if not _is_int(number) or number < least:
+                raise ConfigError(f"{name} is {shown(number)}; accepted: an int, at least {least}")
         fixed = (KEY_FORMAT_VERSION, self.model_name, self.model_revision, self.model_generation, self.chunk_size)
-        object.__setattr__(self, "_root_prefix", b"".join(map(_field, fixed)))
+        lossy = () if self.lossy is None else (self.lossy,)
+        object.__setattr__(self, "_root_prefix", b"".join(map(_field, (*fixed, *lossy))))
+
+    def scope(self) -> bytes:
+        """32 bytes that name the model's part of a store which others share: the root without salt and LoRA."""
+        return hashlib.sha256(self._root_prefix).digest()
 
     def spans(self, num_tokens: int) -> list[Span]:
         """The span of every chunk that has a key, in order."""

@@ -76,6 +76,33 @@ def test_golden_keys_with_every_field():
     assert [key.hex() for key in keys] == GOLDEN_FULL
 
 
+def test_a_lossy_serde_is_one_more_field_of_the_root():
+    lossy = ChunkHasher("llama", chunk_size=C, lossy="fp8")
+    assert lossy.keys(TOKENS[:C]) == _chain([1, "llama", None, 0, C, "fp8", None, None], (TOKENS[:C], b""))
+
+
+def test_keys_of_lossy_chunks_are_never_those_of_exact_ones():
+    hashers = [ChunkHasher("llama", chunk_size=C, lossy=lossy) for lossy in (None, "", "fp8", "int4")]
+    identities = [RequestIdentity(salt, lora) for salt in (None, "fp8") for lora in (None, "fp8")]
+    keys = [hasher.keys(TOKENS[:C], identity)[0] for hasher in hashers for identity in identities]
+    assert len(set(keys)) == len(keys)
+
+
+def test_the_scope_is_the_root_of_the_model_alone():
+    assert HASHER.scope() == hashlib.sha256(b"".join(map(_typed, [1, "llama", None, 0, C]))).digest()
+    assert ChunkHasher("llama", chunk_size=C, keep_partial=True).scope() == HASHER.scope()
+    others = [
+        ChunkHasher("llama2", chunk_size=C),
+        ChunkHasher("llama", chunk_size=C, model_revision="main"),
+        ChunkHasher("llama", chunk_size=C, model_generation=1),
+        ChunkHasher("llama", chunk_size=2 * C),
+        ChunkHasher("llama", chunk_size=C, lossy="fp8"),
+        HASHER,
+    ]
+    assert {len(hasher.scope()) for hasher in others} == {32}
+    assert len({hasher.scope() for hasher in others}) == len(others)
+
+
 def test_fresh_processes_agree_whatever_their_hash_seed():
     code = (
         "from lmcache_ray.keys import ChunkHasher, RequestIdentity as I; import sys;"
@@ -276,6 +303,7 @@ def test_wrong_request_configs_are_refused(configs, message):
         ({"model_revision": 3}, "model_revision is 3"),
         ({"model_generation": -1}, "model_generation is -1"),
         ({"model_generation": True}, "model_generation is True"),
+        ({"lossy": 8}, r"lossy is 8 \(int\); accepted: str or None"),
         ({"chunk_size": 0}, "chunk_size is 0"),
         ({"chunk_size": 2.0}, "chunk_size is 2.0"),
     ],
