@@ -7,60 +7,76 @@ from typing import Final
 from lmcache_ray.errors import InvalidRequestError
 from lmcache_ray.index_service import ClearCounts
 from lmcache_ray.layout import WorldLayout
+from lmcache_ray.tiers.counts import TierClearCounts
+from lmcache_ray.tiers.spec import Tier
 
-CPU: Final = "cpu"
-_TIERS: Final = {
-    "cpu": "cpu",
-    "LocalCPUBackend": "cpu",
-    "disk": "disk",
-    "LocalDiskBackend": "disk",
-    "remote": "remote",
-    "RemoteBackend": "remote",
+_NAMES: Final = {
+    "cpu": Tier.CPU,
+    "LocalCPUBackend": Tier.CPU,
+    "disk": Tier.DISK,
+    "LocalDiskBackend": Tier.DISK,
+    "remote": Tier.REMOTE,
+    "RemoteBackend": Tier.REMOTE,
 }
+"""The tiers by our names and by LMCache's."""
+
+
+def tiers_of(tiers: Sequence[str] | None, *, argument: str) -> frozenset[Tier]:
+    """The tiers that the caller's `argument` names, ours or LMCache's names; None is all of them, ``[]`` is none.
+
+    Whether the world has them is not asked. Raises `InvalidRequestError` for what is no list, and for an unknown tier.
+    """
+    if tiers is None:
+        return frozenset(Tier)
+    if not isinstance(tiers, list | tuple | set | frozenset):
+        raise InvalidRequestError(f"{argument} must be a list of tier names; got {tiers!r}")
+    for tier in tiers:
+        if not isinstance(tier, str) or tier not in _NAMES:
+            raise InvalidRequestError(f"{argument} names tier {tier!r}; known tiers: {', '.join(_NAMES)}")
+    return frozenset(_NAMES[tier] for tier in tiers)
 
 
 def names_cpu_tier(tiers: Sequence[str] | None, *, argument: str) -> bool:
-    """True if `tiers` (None: all of them) include memory. Raises `InvalidRequestError` for an unknown tier."""
-    if tiers is None:
-        return True
-    if not isinstance(tiers, list | tuple | set | frozenset):
-        raise InvalidRequestError(f"{argument} must be a list of tier names; got {tiers!r}")
-    unknown = [tier for tier in tiers if tier not in _TIERS]
-    if unknown:
-        raise InvalidRequestError(f"{argument} names tier {unknown[0]!r}; known tiers: {', '.join(_TIERS)}")
-    return any(_TIERS[tier] == CPU for tier in tiers)
+    """True if `tiers` include memory; otherwise as `tiers_of`."""
+    return Tier.CPU in tiers_of(tiers, argument=argument)
 
 
 @dataclass(frozen=True, slots=True)
 class ClearResult:
-    """Chunks removed, and kept because leased: per tier, one count for each rank (0 on ranks that hold none).
+    """Chunks removed, and kept because leased: for each tier of the world, one count per rank (0 where none is held).
 
-    `pending` names ranks that could not be reached: the chunks are gone for every reader, but those ranks' slots are
-    not in use again before they have answered.
+    `num_kept` are the chunks of the world that were kept in any tier, `num_removed` those that were removed and kept
+    in none; each counts once, on however many ranks and in however many tiers it lay. `pending` names ranks that could
+    not be reached: the chunks are gone for every reader, but those ranks' room is not in use again before they have
+    answered.
     """
 
     removed: dict[str, list[int]]
     kept: dict[str, list[int]]
-    pending: tuple[int, ...] = ()
+    pending: tuple[int, ...]
+    num_removed: int
+    num_kept: int
 
-    @property
-    def num_removed(self) -> int:
-        """Chunks of the world that were removed, each counted once."""
-        return sum(max(counts, default=0) for counts in self.removed.values())
+    @staticmethod
+    def of(counts: TierClearCounts, layout: WorldLayout) -> "ClearResult":
+        """The result in a world of this layout, in all of whose tiers the same ranks hold chunks."""
 
-    @property
-    def num_kept(self) -> int:
-        """Chunks of the world that were kept, each counted once."""
-        return sum(max(counts, default=0) for counts in self.kept.values())
+        def per_rank(chunks: dict[Tier, int]) -> dict[str, list[int]]:
+            return {
+                tier.value: [chunks[tier] if rank in layout.holders else 0 for rank in range(layout.world_size)]
+                for tier in Tier
+                if tier in chunks
+            }
+
+        removed, kept = per_rank(counts.removed), per_rank(counts.kept)
+        return ClearResult(removed, kept, counts.pending_ranks, counts.num_removed, counts.num_kept)
 
     @staticmethod
     def of_memory(counts: ClearCounts, layout: WorldLayout) -> "ClearResult":
-        """The result of clearing the memory tier."""
-
-        def per_rank(count: int) -> dict[str, list[int]]:
-            return {CPU: [count if rank in layout.holders else 0 for rank in range(layout.world_size)]}
-
-        return ClearResult(per_rank(counts.num_removed), per_rank(counts.num_kept), counts.pending_ranks)
+        """The result of clearing the memory tier of a world that has no other."""
+        removed, kept = {Tier.CPU: counts.num_removed}, {Tier.CPU: counts.num_kept}
+        tiers = TierClearCounts(removed, kept, counts.num_removed, counts.num_kept, counts.pending_ranks)
+        return ClearResult.of(tiers, layout)
 
     @staticmethod
     def nothing(layout: WorldLayout) -> "ClearResult":
