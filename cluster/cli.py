@@ -96,7 +96,7 @@ def read_config(arguments: argparse.Namespace) -> LMCacheEngineConfig:
         raise ConfigError(f"{COMMAND_LINE.spell(refused[0])}: {_NO_KEYS_OF_A_REPLAY[refused[0]]}")
     config = load_config(arguments.config)
     config.update(overrides, COMMAND_LINE)
-    return config
+    return config.validate()
 
 
 def build_parser() -> argparse.ArgumentParser:

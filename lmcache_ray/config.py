@@ -1,17 +1,18 @@
 """The engine's configuration: defaults < file < environment < command line, each value with its origin.
 
-Every constructor and every mutator, assignment included, checks the whole configuration first and then changes all of
-it or nothing. Only `build.py` reads a whole configuration; everything behind it takes plain arguments.
+Every constructor and every mutator, assignment included, checks each value first and then takes all of them or none.
+What values mean together is no single source's business: `validate` judges it after the last one. Only `build.py` reads
+a whole configuration; everything behind it takes plain arguments.
 
 ::
 
     config = load_config("engine.yaml")                      # file, then LMCACHE_* on top
     config.update(parse_overrides(argv), COMMAND_LINE)       # then the command line
+    config.validate()                                        # do the values go together?
     print(config.describe())                                 # chunk_size = 128   (command line --chunk-size)
 """
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -35,6 +36,7 @@ from lmcache_ray.config_sources import (
 )
 from lmcache_ray.config_spelling import is_null, text_of
 from lmcache_ray.errors import ConfigError
+from lmcache_ray.tiers.spec import Contradiction, masked, tier_contradictions
 
 __all__ = [
     "ARGUMENT",
@@ -51,10 +53,6 @@ __all__ = [
 Scalar = bool | int | float | str | None
 
 _CHECKER: Final = TypeAdapter(ConfigValues)
-_SECRETS: Final = (
-    (re.compile(r"//[^@\s]*@"), "//***@"),
-    (re.compile(r"(?i)((?:password|passwd|secret|token|key)=)[^&\s]+"), r"\1***"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +69,8 @@ class LMCacheEngineConfig(ConfigValues):
 
     Values may be given as Python objects or as the text a file would hold. None and "null" unset a key: it takes its
     default. A key that LMCache has for a feature that is absent here is accepted at LMCache's default and is no
-    attribute. Equal when all values are equal, wherever they came from; picklable.
+    attribute. Each value is right by itself at any time; values may contradict each other until `validate`. Equal when
+    all values are equal, wherever they came from; picklable.
     """
 
     _origins: dict[str, str]
@@ -114,25 +113,31 @@ class LMCacheEngineConfig(ConfigValues):
         """Puts `values` on top: all of them, or none when any is wrong.
 
         Raises `ConfigError` with one line for each wrong key or value: the key, the value, its origin and what is
-        accepted.
+        accepted. Whether the values go together is not asked: another source may say the rest.
         """
         if not isinstance(values, Mapping):
             raise ConfigError(f"a configuration is a mapping of keys to values; got {type(values).__name__}")
         settings, problems = _resolve(values, source)
-        merged: dict[str, object] = dict(self.to_dict())
-        for key, setting in settings.items():
-            merged[key] = setting.value
-        checked, failures = _check({key: value for key, value in merged.items() if not is_null(value)})
+        checked, failures = _check({key: setting.value for key, setting in settings.items()})
         problems += [settings[key].problem(reason) for key, reason in failures.items()]
         if problems or checked is None:
             raise ConfigError("\n".join(problems))
-        self._commit(checked, self._origins | {key: setting.origin for key, setting in settings.items()})
+        self._commit(checked, {key: setting.origin for key, setting in settings.items()})
 
     def validate(self) -> Self:
-        """Checks the whole configuration once more and returns itself. Raises `ConfigError`."""
-        _, failures = _check(self.to_dict())
-        if failures:
-            raise ConfigError("\n".join(f"{key} {reason}" for key, reason in failures.items()))
+        """Checks that the values go together, and returns itself. For the reader of the last source.
+
+        Raises `ConfigError` with one line for each contradiction: the keys, their values and origins, and what is
+        accepted.
+        """
+        contradictions = tier_contradictions(
+            local_cpu=self.local_cpu,
+            local_disk=self.local_disk,
+            max_local_disk_size=self.max_local_disk_size,
+            remote_url=self.remote_url,
+        )
+        if contradictions:
+            raise ConfigError("\n".join(map(self._with_origins, contradictions)))
         return self
 
     def to_dict(self) -> dict[str, Scalar]:
@@ -142,7 +147,7 @@ class LMCacheEngineConfig(ConfigValues):
     def copy(self) -> Self:
         """An independent configuration with the same values and origins."""
         twin = object.__new__(type(self))
-        twin._commit(self, dict(self._origins))
+        twin._commit(self, self._origins)
         return twin
 
     def origin_of(self, key: str) -> str:
@@ -163,8 +168,14 @@ class LMCacheEngineConfig(ConfigValues):
         """Assignment is `update` of one key."""
         self.update({name: value})
 
-    def _commit(self, values: ConfigValues, origins: dict[str, str]) -> None:
-        self.__dict__.update({key: getattr(values, key) for key in SPELLINGS}, _origins=origins)
+    def _with_origins(self, contradiction: Contradiction) -> str:
+        origins = ", ".join(f"{key}: {self._origins[key]}" for key in contradiction.keys)
+        return f"{contradiction.text} ({origins})"
+
+    def _commit(self, values: ConfigValues, origins: Mapping[str, str]) -> None:
+        """Takes over the values of the keys in `origins`."""
+        known: dict[str, str] = getattr(self, "_origins", {})
+        self.__dict__.update({key: getattr(values, key) for key in origins}, _origins=known | dict(origins))
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,9 +221,9 @@ def _same(key: str, one: object, other: object) -> bool:
 
 
 def _check(values: Mapping[str, object]) -> tuple[ConfigValues | None, dict[str, str]]:
-    """The whole configuration when it is valid; else the reason for each key that is not."""
+    """`values`, with defaults for what they unset or lack, when all are valid; else the reason for each that is not."""
     try:
-        return _CHECKER.validate_python(dict(values)), {}
+        return _CHECKER.validate_python({key: value for key, value in values.items() if not is_null(value)}), {}
     except ValidationError as error:
         return None, {str(item["loc"][0]): str(item["ctx"]["error"]) for item in error.errors()}
 
@@ -221,9 +232,7 @@ def _shown(value: object) -> str:
     """`value` for messages and listings: short, with secrets masked."""
     if isinstance(value, dict | list | tuple | set):
         return f"a {type(value).__name__} of {len(value)}"
-    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    for pattern, mask in _SECRETS:
-        text = pattern.sub(mask, text)
+    text = masked("null" if value is None else str(value).lower() if isinstance(value, bool) else str(value))
     text = text if len(text) <= 80 else f"{text[:77]}..."
     return repr(text) if isinstance(value, str) else text
 
@@ -231,7 +240,10 @@ def _shown(value: object) -> str:
 def load_config(
     config_file: str | os.PathLike[str] | None = None, *, environ: Mapping[str, str] | None = None
 ) -> LMCacheEngineConfig:
-    """Defaults < file < environment. The file is `config_file`, else the one `LMCACHE_CONFIG_FILE` names, else none."""
+    """Defaults < file < environment. The file is `config_file`, else the one `LMCACHE_CONFIG_FILE` names, else none.
+
+    A command line may still be put on top, so the values need not go together yet: `validate` says whether they do.
+    """
     environment = read_environment(environ)
     path = config_file or environment.config_file
     config = LMCacheEngineConfig.from_file(path) if path else LMCacheEngineConfig()

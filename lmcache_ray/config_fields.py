@@ -6,7 +6,7 @@ users, and a test keeps the two equal. Fields are declared plainly, so editors a
 
 from typing import Annotated, Final, Literal, get_type_hints
 
-from pydantic import BeforeValidator, ValidationInfo, field_validator
+from pydantic import BeforeValidator
 from pydantic.dataclasses import dataclass
 
 from lmcache_ray.config_spelling import Choice, Directory, Maybe, Number, Spelling, Text, Truth, Whole
@@ -40,9 +40,9 @@ Name = Annotated[str, BeforeValidator(_NAME)]
 
 @dataclass(kw_only=True)
 class ConfigValues:
-    """Every key with its value; checked as a whole when built. Sizes are GiB (2^30 bytes) per rank.
+    """Every key with its value, each checked by itself when built. Sizes are GiB (2^30 bytes) per rank.
 
-    A key that needs others stands below them: its check sees those above it.
+    Which keys need each other, `LMCacheEngineConfig.validate` says.
     """
 
     chunk_size: PositiveCount = 256
@@ -93,25 +93,6 @@ class ConfigValues:
     """Name of the cache cluster."""
     cluster_namespace: Name = "lmcache_ray"
     """Ray namespace of the cache cluster's actors."""
-
-    @field_validator("local_disk")
-    @classmethod
-    def _needs_a_limit(cls, local_disk: str | None, above: ValidationInfo) -> str | None:
-        if local_disk is not None and above.data.get("max_local_disk_size") == 0:
-            raise ValueError(
-                "is a disk tier without room: max_local_disk_size is 0; accepted: max_local_disk_size above 0, in GiB"
-            )
-        return local_disk
-
-    @field_validator("local_cpu")
-    @classmethod
-    def _needs_a_tier(cls, local_cpu: bool, above: ValidationInfo) -> bool:
-        wrong_or_set = [above.data.get(key, "wrong") for key in ("local_disk", "remote_url")]
-        if not local_cpu and wrong_or_set == [None, None]:
-            raise ValueError(
-                "leaves no tier to cache in: neither local_disk nor remote_url is set; accepted: true, or one of them"
-            )
-        return local_cpu
 
     @property
     def pin_timeout_sec(self) -> float:

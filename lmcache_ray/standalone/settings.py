@@ -47,6 +47,7 @@ def read_settings(command_line: CommandLine) -> Settings:
     overrides = parse_overrides(command_line.overrides, also_known=FLAG_NAMES)
     config = load_config(command_line.config)
     config.update(overrides, COMMAND_LINE)
+    config.validate()
     shape = dtype = None
     if command_line.kv_shape is not None:
         with _blamed_on("--kv-shape"):

@@ -1,7 +1,8 @@
 """Which tiers a world has, as plain values. Pure.
 
 Configuration stops where an engine is put together: `tier_spec` takes the values of its keys, and everything behind
-it takes these classes. They are small enough to be sent to every rank.
+it takes these classes. They are small enough to be sent to every rank. Which values contradict each other is said once,
+by `tier_contradictions`, for the configuration and for `tier_spec` alike.
 """
 
 import re
@@ -14,6 +15,7 @@ from lmcache_ray.errors import ConfigError
 _GIB: Final = 2**30
 _SECRETS: Final = (
     (re.compile(r"://(?!/).*@"), "://***@"),  # up to the last "@": a password may hold one that is not escaped
+    (re.compile(r"^[^/@]*:[^/]*@"), "***@"),  # the scheme was forgotten
     (re.compile(r"(?i)((?:password|passwd|secret|token|key)=)[^&]+"), r"\1***"),
 )
 
@@ -82,6 +84,34 @@ class TierSpec:
         return self.disk is not None or self.remote is not None
 
 
+@dataclass(frozen=True, slots=True)
+class Contradiction:
+    """Values of `keys` that cannot be meant together. `text` names them and says what is accepted."""
+
+    keys: tuple[str, ...]
+    text: str
+
+
+def tier_contradictions(
+    *, local_cpu: bool, local_disk: str | None, max_local_disk_size: float, remote_url: str | None
+) -> list[Contradiction]:
+    """What is wrong with the values of these keys, of which each is right by itself."""
+    found = []
+    if local_disk is not None and int(max_local_disk_size * _GIB) < 1:
+        text = (
+            f"local_disk = {local_disk!r} is a disk tier without room: max_local_disk_size = {max_local_disk_size} GiB "
+            "is less than a byte; accepted: max_local_disk_size above 0"
+        )
+        found.append(Contradiction(("local_disk", "max_local_disk_size"), text))
+    if not local_cpu and local_disk is None and remote_url is None:
+        text = (
+            "local_cpu = false leaves no tier to cache in: local_disk = null and remote_url = null; "
+            "accepted: local_cpu true, or one of the others set"
+        )
+        found.append(Contradiction(("local_cpu", "local_disk", "remote_url"), text))
+    return found
+
+
 def tier_spec(
     *,
     local_cpu: bool,
@@ -95,8 +125,14 @@ def tier_spec(
 ) -> TierSpec:
     """The tiers that the configuration's keys of these names describe; sizes are GiB.
 
-    Raises `ConfigError` where they contradict each other, as the configuration itself does.
+    Raises `ConfigError`, one line for each contradiction, as the configuration's own `validate` does; here the lines
+    know no origins.
     """
+    contradictions = tier_contradictions(
+        local_cpu=local_cpu, local_disk=local_disk, max_local_disk_size=max_local_disk_size, remote_url=remote_url
+    )
+    if contradictions:
+        raise ConfigError("\n".join(contradiction.text for contradiction in contradictions))
     disk = None if local_disk is None else DiskSpec(local_disk, int(max_local_disk_size * _GIB))
     remote = None
     if remote_url is not None:

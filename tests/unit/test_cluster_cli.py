@@ -80,6 +80,12 @@ def test_the_file_that_the_environment_names_is_looked_up_where_the_caller_stand
     assert read_config(parse_command_line(["status"])).cluster_name == "mine"
 
 
+def test_a_tier_may_be_described_by_several_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LMCACHE_LOCAL_DISK", "/x")
+    config = read_config(parse_command_line(["up", "--max-local-disk-size", "20"]))
+    assert (config.local_disk, config.max_local_disk_size) == ("/x", 20.0)
+
+
 def test_short_and_long_flags_that_agree_are_fine() -> None:
     line = "up --name a --cluster-name a --cluster-namespace b"
     config = read_config(parse_command_line(line.split()))
@@ -168,6 +174,8 @@ def test_help_of_replay_explains_trace_and_exit_status(capsys: pytest.CaptureFix
         ("replay --capacity-chunks 256", "--capacity-chunks: a replay's capacity is --capacity-blocks"),
         ("replay --max-local-cpu-size 2", "--max-local-cpu-size: a replay's capacity is --capacity-blocks"),
         ("replay --cluster-name mine", "--cluster-name: a local replay names its cluster itself"),
+        ("up --local-disk /x", "(local_disk: command line --local-disk, max_local_disk_size: default)"),
+        ("replay --local-cpu false", "local_cpu = false leaves no tier to cache in"),
         ("status --config no-such.yaml", "no-such.yaml cannot be read"),
     ],
 )

@@ -209,16 +209,46 @@ def test_a_remotes_password_is_masked_where_it_is_shown_and_kept_where_it_is_use
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"local_disk": "/x"}, "local_disk = '/x' .*disk tier.*max_local_disk_size is 0; accepted: max_.* above 0"),
-        ({"local_disk": "/x", "max_local_disk_size": 0}, "local_disk = '/x' .*max_local_disk_size above 0"),
-        ({"local_cpu": False}, "local_cpu = false .*no tier.*neither local_disk nor remote_url is set"),
-        ({"local_cpu": False, "remote_url": "", "local_disk": None}, "neither local_disk nor remote_url is set"),
+        ({"local_disk": "/x"}, "local_disk = '/x' .*without room: max_local_disk_size = 0.0 GiB .*; .*above 0"),
+        ({"local_disk": "/x", "max_local_disk_size": 1e-12}, "max_local_disk_size = 1e-12 GiB is less than a byte"),
+        ({"local_cpu": False}, "local_cpu = false .*no tier.*local_disk = null and remote_url = null; .*true"),
+        ({"local_cpu": False, "remote_url": "", "local_disk": None}, "local_disk = null and remote_url = null"),
     ],
 )
-def test_keys_that_need_each_other_are_checked_together(values: dict[str, object], words: str) -> None:
+def test_keys_that_need_each_other_are_judged_together(values: dict[str, object], words: str) -> None:
+    config = LMCacheEngineConfig.from_dict(values)
+    before = config.describe()
     with pytest.raises(ConfigError, match=words) as caught:
-        LMCacheEngineConfig.from_dict(values)
+        config.validate()
     assert "\n" not in str(caught.value)
+    assert config.describe() == before, "what validate refuses it leaves as it is"
+
+
+def test_a_contradiction_names_where_each_of_its_values_came_from(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.yaml", "max_local_disk_size: 0\n")
+    config = load_config(path, environ={"LMCACHE_LOCAL_DISK": "/x"})
+    with pytest.raises(ConfigError) as caught:
+        config.validate()
+    assert str(caught.value).endswith(f"(local_disk: environment LMCACHE_LOCAL_DISK, max_local_disk_size: file {path})")
+
+
+@pytest.mark.parametrize("change", [{"max_local_disk_size": 0}, {"max_local_disk_size": None}, {"local_disk": None}])
+def test_what_another_key_needs_is_missed_when_the_last_source_was_read(
+    change: dict[str, object], tmp_path: Path
+) -> None:
+    path = write(tmp_path / "a.yaml", "local_disk: /x\nmax_local_disk_size: 1\nlocal_cpu: false\n")
+    config = LMCacheEngineConfig.from_file(path).validate()
+    config.update(change)
+    with pytest.raises(ConfigError, match=r"^local_.*: argument"):
+        config.validate()
+    config.update({"local_disk": "/y", "max_local_disk_size": 2})
+    assert config.validate().local_disk == "/y"
+
+
+def test_a_url_without_scheme_is_refused_without_its_password() -> None:
+    with pytest.raises(ConfigError, match=r"remote_url = '\*\*\*@host:6379' .*scheme://") as caught:
+        LMCacheEngineConfig(remote_url=":hunter2@host:6379")
+    assert "hunter2" not in str(caught.value)
 
 
 def test_a_wrong_lower_tier_is_the_only_thing_that_is_told_of_it() -> None:
@@ -243,10 +273,25 @@ def test_tiers_in_all_the_ways_they_can_be_put_together(values: dict[str, object
 
 
 def test_a_tiers_keys_may_come_from_one_source_after_the_other(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.yaml", "max_local_disk_size: 20\n")
+    path = write(tmp_path / "a.yaml", "local_cpu: false\n")
     config = load_config(path, environ={"LMCACHE_LOCAL_DISK": "file:///x/"})
-    config.update(parse_overrides(["--local-cpu=false"]), COMMAND_LINE)
+    config.update(parse_overrides(["--max-local-disk-size=20"]), COMMAND_LINE)
     assert (config.local_disk, config.max_local_disk_size, config.local_cpu) == ("/x", 20.0, False)
+    assert config.validate() is config
+    assert [config.origin_of(key) for key in ("local_cpu", "local_disk", "max_local_disk_size")] == [
+        f"file {path}",
+        "environment LMCACHE_LOCAL_DISK",
+        "command line --max-local-disk-size",
+    ]
+
+
+def test_a_source_touches_no_key_but_its_own() -> None:
+    """Also where the text of a kept value would be read as another one."""
+    config = LMCacheEngineConfig.from_dict({"local_disk": "/x /."})
+    assert config.local_disk == "/x "
+    config.update({"chunk_size": 8})
+    assert (config.local_disk, config.chunk_size) == ("/x ", 8)
+    assert config.origin_of("chunk_size") == "argument" and config.origin_of("block_size") == "default"
 
 
 def test_full_yaml_and_the_code_list_the_same_options_and_defaults() -> None:

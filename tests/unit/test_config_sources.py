@@ -109,8 +109,7 @@ BAD = [
     ("arena_dir", "", "an absolute path"),
     ("cluster_name", "a/b", "letters, digits"),
     ("cluster_name", "", "letters, digits"),
-    ("local_cpu", "false", "neither local_disk nor remote_url is set; accepted: true, or one of them"),
-    ("local_disk", "/x", "max_local_disk_size above 0"),
+    ("local_cpu", "maybe", "true, yes, on or 1"),
     *[("local_disk", text, "an absolute path, /dir or file:///dir, or null") for text in (
         "relative/dir", "file://", "file://host/dir", "file:/dir", "~/kv", "s3://bucket", "true",
     )],

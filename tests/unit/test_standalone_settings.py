@@ -94,6 +94,14 @@ def test_configuration_file_environment_and_flags(tmp_path: Path, monkeypatch: p
     assert settings_of().config.chunk_size == 64
 
 
+def test_a_tier_may_be_described_by_several_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "engine.yaml"
+    file.write_text("local_cpu: false\n")
+    monkeypatch.setenv("LMCACHE_LOCAL_DISK", "/x")
+    config = settings_of("--config", str(file), "--max-local-disk-size", "20").config
+    assert (config.local_cpu, config.local_disk, config.max_local_disk_size) == (False, "/x", 20.0)
+
+
 @pytest.mark.parametrize(
     ("words", "error", "why"),
     [
@@ -117,7 +125,8 @@ def test_configuration_file_environment_and_flags(tmp_path: Path, monkeypatch: p
         (["--modelname", "m"], ConfigError, "--modelname .*the nearest is --model-name"),
         (["--kv-shap", "2,2,256,4,16"], ConfigError, "--kv-shap .*the nearest is --kv-shape"),
         (["--chunk-size", "4", "--chunk_size=8"], ConfigError, "--chunk-size is given twice"),
-        (["--local-disk", "/x"], ConfigError, "local_disk = '/x' .*disk tier"),
+        (["--local-disk", "/x"], ConfigError, r"local_disk = '/x' .*: command line --local-disk, max_.*: default\)"),
+        (["--local-cpu", "no"], ConfigError, "local_cpu = false .*local_disk = null and remote_url = null"),
         (["extra"], ConfigError, "unexpected argument 'extra'"),
         (["--config", "/nowhere.yaml"], ConfigError, "/nowhere.yaml cannot be read"),
     ],

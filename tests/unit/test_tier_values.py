@@ -53,7 +53,26 @@ def test_tiers_that_cannot_be_are_refused_here_too() -> None:
     with pytest.raises(ConfigError, match="local_disk is 'kv'; accepted: an absolute path"):
         DiskSpec("kv", 1)
     with pytest.raises(ConfigError, match="max_local_disk_size comes to 0 bytes"):
-        spec_of(local_disk="/kv", max_local_disk_size="1e-12")
+        DiskSpec("/kv", 0)
+
+
+CONTRADICTIONS = [
+    ({"local_disk": "/kv"}, "local_disk = '/kv' is a disk tier without room: max_local_disk_size = 0.0 GiB"),
+    ({"local_disk": "/kv", "max_local_disk_size": "1e-12"}, "max_local_disk_size = 1e-12 GiB is less than a byte"),
+    ({"local_cpu": False}, "local_cpu = false leaves no tier to cache in: local_disk = null and remote_url = null"),
+]
+
+
+@pytest.mark.parametrize(("keys", "words"), CONTRADICTIONS)
+def test_keys_that_contradict_each_other_are_refused_as_the_configuration_refuses_them(
+    keys: dict[str, object], words: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        spec_of(**keys)
+    assert words in str(refused.value) and "; accepted: " in str(refused.value)
+    with pytest.raises(ConfigError) as judged:
+        LMCacheEngineConfig.from_dict(keys).validate()
+    assert str(judged.value).startswith(f"{refused.value} (local_")
 
 
 def test_the_specs_reach_other_processes_whole() -> None:
@@ -72,6 +91,7 @@ def test_the_specs_reach_other_processes_whole() -> None:
         ("unix:///run/valkey.sock?db=1&password=pw", "unix:///run/valkey.sock?db=1&password=***"),
         ("s3://bucket?endpoint=x&secret=a/b+c=&region=eu", "s3://bucket?endpoint=x&secret=***&region=eu"),
         ("file:///home/a@b/kv", "file:///home/a@b/kv"),
+        (":pw@host:6379", "***@host:6379"),
     ],
 )
 def test_what_is_secret_in_a_url_is_not_shown(url: str, shown: str) -> None:
