@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.redis_server import redis_server as redis_server  # a fixture, for all
+
 _WITHOUT_RAY = [Path(__file__).parent / folder for folder in ("unit", "contract")]
 
 
