@@ -1,4 +1,4 @@
-"""`python -m cluster`: replay, up, status and down.
+"""`python -m cluster`: replay, up, status, down and inspect.
 
 Results go to stdout, progress and errors to stderr; with `--json` the last line of stdout is one JSON object.
 """
@@ -7,12 +7,13 @@ import argparse
 import json
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 
 from lmcache_ray.errors import LMCacheRayError
 
 from .cli import parse_command_line
+from .outcome import Outcome
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -38,14 +39,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    # Imported here, so that --help and wrong arguments need neither Ray nor torch.
-    from . import commands
-
-    run = {"replay": commands.replay, "up": commands.up, "status": commands.status, "down": commands.down}
-    outcome = run[arguments.command](arguments)
+    outcome = _command(arguments.command)(arguments)
     if arguments.json:
         print(json.dumps(outcome.as_json), flush=True)
     return outcome.exit_status
+
+
+def _command(name: str) -> Callable[[argparse.Namespace], Outcome]:
+    # Imported here, so that --help, wrong arguments and `inspect` need neither Ray nor torch.
+    if name == "inspect":
+        from .inspect_file import inspect
+
+        return inspect
+    from . import commands
+
+    return {"replay": commands.replay, "up": commands.up, "status": commands.status, "down": commands.down}[name]
 
 
 def _exit_on_signal(number: int, frame: FrameType | None) -> None:

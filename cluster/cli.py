@@ -21,6 +21,7 @@ lmcache_ray: a KV-cache cluster on Ray for serving large language models.
   python -m cluster up --name prod --world-size 4 start a cluster on the running Ray and leave it there
   python -m cluster status --name prod            how it stands
   python -m cluster down --name prod              end it
+  python -m cluster inspect FILE                  what the file of a stored chunk says, and whether it is whole
 """
 
 _REPLAY = """\
@@ -38,6 +39,11 @@ examples:
   python -m cluster replay trace.jsonl --world-size 4 --nodes 2 --ranks-per-node 3,1 --use-mla --verify
 """
 
+_INSPECT: Final = """\
+Print what the file of a chunk, on a disk or from a remote store, says of itself, and whether all of its lengths and
+checksums hold. The file is read to its last byte and nothing in it is executed; no cluster is asked. Exit status: 0 if
+it is sound, 1 if it is damaged or no chunk at all, 2 if it cannot be read.
+"""
 
 _LOCAL_WORLD: Final = {
     "world_size": 2,
@@ -112,6 +118,7 @@ def build_parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         _add_identity(command)
         _add_common(command)
+    _add_inspect(commands)
     return parser
 
 
@@ -165,6 +172,17 @@ def _add_up(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     _add_common(command)
 
 
+def _add_inspect(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    command = commands.add_parser(
+        "inspect",
+        help="show what a stored chunk's file says and whether it is whole",
+        description=_INSPECT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("file", metavar="FILE", help="a chunk's file")
+    _add_json(command)
+
+
 def _add_identity(command: argparse.ArgumentParser) -> None:
     command.add_argument("--name", help="of the cluster (cluster_name of the configuration)")
     command.add_argument("--namespace", help="its Ray namespace (cluster_namespace of the configuration)")
@@ -172,6 +190,10 @@ def _add_identity(command: argparse.ArgumentParser) -> None:
 
 def _add_common(command: argparse.ArgumentParser) -> None:
     command.add_argument("--config", metavar="FILE", help="YAML; LMCACHE_* variables and flags win over it")
+    _add_json(command)
+
+
+def _add_json(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", action="store_true", help="print one JSON object as the last line of stdout")
     command.set_defaults(parser=command, overrides=[])
 

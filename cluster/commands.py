@@ -1,4 +1,4 @@
-"""What the commands of `python -m cluster` do, once their arguments are read."""
+"""What the commands of `python -m cluster` do with a cluster, once their arguments are read."""
 
 import argparse
 import os
@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -20,6 +20,7 @@ from .chat_workload import chat_workload
 from .cli import read_config
 from .client import CacheCluster
 from .launch import end_remains, is_taken
+from .outcome import Outcome
 from .probe import PACKAGE_ROOT
 from .ray_session import join_session, open_session
 from .replay import Advance
@@ -33,14 +34,6 @@ from .workload import BLOCK_SIZE, TraceRequest, count_distinct_blocks, parse_tra
 _MAX_KV_NBYTES = 128 * 2**20
 _DEFAULT_SPECS = {False: "(1,2,512,1,4):float16:1", True: "(1,1,512,1,8):float16:1"}  # 16 bytes per token
 _TIMEOUT_S = 180.0
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a command answers: the JSON that `--json` prints, and the exit status."""
-
-    as_json: dict[str, object]
-    exit_status: int = 0
 
 
 def replay(arguments: argparse.Namespace) -> Outcome:

@@ -60,7 +60,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("cluster: client", ("cluster.calls", "cluster.client")),
     ("cluster: commands", (
         "cluster.replay_rank", "cluster.replay", "cluster.replay_name", "cluster.tables", "cluster.cli",
-        "cluster.commands", "cluster.__main__",
+        "cluster.outcome", "cluster.inspect_file", "cluster.commands", "cluster.__main__",
     )),
 )
 

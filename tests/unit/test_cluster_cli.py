@@ -135,6 +135,9 @@ def test_flags_of_a_local_cluster_are_refused_beside_a_running_one(
         ("up --arena /x", "the nearest is --arena-dir"),
         ("up x", "unrecognized arguments: x"),
         ("status --chunk-size 4", "unrecognized arguments: --chunk-size 4"),
+        ("inspect", "the following arguments are required: FILE"),
+        ("inspect a.kv b.kv", "unrecognized arguments: b.kv"),
+        ("inspect a.kv --config c.yaml", "unrecognized arguments: --config c.yaml"),
         ("up --num-blocks 0", "'0' is not a whole number from 1 to"),
     ],
 )
@@ -147,10 +150,16 @@ def test_wrong_arguments_end_with_status_2_and_are_named(
     assert named in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("line", ["--help", "replay --help", "up --help", "status --help", "down --help"])
-def test_help_teaches(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_takes_a_file_and_no_configuration() -> None:
+    arguments = parse_command_line(["inspect", "a_b.kv", "--json"])
+    assert (arguments.command, arguments.file, arguments.json) == ("inspect", "a_b.kv", True)
+    assert parse_command_line(["inspect", "a.kv"]).json is False
+
+
+@pytest.mark.parametrize("command", ["", "replay", "up", "status", "down", "inspect"])
+def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        main(line.split())
+        main([*command.split(), "--help"])
     assert caught.value.code == 0
     assert "usage: python -m cluster" in capsys.readouterr().out
 
