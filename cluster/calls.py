@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Literal, TypeVar, overload
 import ray
 
 from lmcache_ray.chunking import Mask
-from lmcache_ray.clearing import ClearResult, names_cpu_tier
+from lmcache_ray.clearing import ClearResult, tiers_of
 from lmcache_ray.connector.base import SlotMapping
 from lmcache_ray.errors import ClusterError, InvalidRequestError, shown
 from lmcache_ray.prompt import Prompt, RequestConfigs, Tokens
+from lmcache_ray.tiers.hits import TierHits, prompt_hits
 
 from .get_path import GetPath
 from .link import ClusterLink
@@ -131,8 +132,8 @@ class ClusterCalls:
         """
         lease_id = self._link.lease_names.for_lookup(lookup_id) if pin else None
         request = Request(tokens, request_configs=request_configs, hashes=hashes, offsets=offsets)
-        is_wanted = names_cpu_tier(search_range, argument="search_range")
-        return _single(lookup_prompts(self._link, [request], lease_id=lease_id, is_wanted=is_wanted))
+        tiers = tiers_of(search_range, argument="search_range")
+        return _single(lookup_prompts(self._link, [request], lease_id=lease_id, tiers=tiers))
 
     def lookup_many(self, requests: Sequence[Request]) -> list[int | Exception]:
         """`lookup` of each request without a pin, in order."""
@@ -143,6 +144,34 @@ class ClusterCalls:
         """End the lease of a pinned lookup; an unknown one is ignored."""
         self._link.coordinator.complete([], [self._link.lease_names.for_lookup(lookup_id)])
 
+    def locate(self, tokens: Tokens, request_configs: RequestConfigs | None = None) -> TierHits:
+        """Tokens of the leading cached run, by the fastest tier that has each chunk; not a use of them."""
+        prompt = self.prompt(tokens, request_configs)
+        tiers = self._link.coordinator.locate(pack_keys(prompt.keys), timeout_s=self._link.world.lookup_timeout_s)
+        return prompt_hits(prompt, tiers)
+
+    def pin(self, tokens: Tokens, request_configs: RequestConfigs | None = None) -> int:
+        """Keep the leading cached chunks in memory and on disk until `unpin` of the same tokens; how many tokens.
+
+        A pin outlives the client that asked for it. Pinning again pins what is cached then. Raises `CapacityError` if
+        too little room would be left for stores.
+        """
+        prompt = self.prompt(tokens, request_configs)
+        return prompt.tokens_in(self._link.coordinator.pin(pack_keys(prompt.keys)))
+
+    def unpin(self, tokens: Tokens, request_configs: RequestConfigs | None = None) -> bool:
+        """End a pin; False if there is none of these tokens."""
+        return self._link.coordinator.unpin(pack_keys(self.prompt(tokens, request_configs).keys))
+
+    def check_tiers(self, *, repair: bool = False, timeout_s: float = 600.0) -> list[str]:
+        """Compare the disk's index with its files in both directions, reading every byte; what was found.
+
+        With `repair`, files of no use are deleted, and chunks without a sound file on every rank are forgotten.
+        Meaningful while nothing is stored.
+        """
+        self._link.check_open()
+        return self._link.coordinator.check_tiers(repair=repair, timeout_s=timeout_s)
+
     def clear(
         self,
         tokens: Tokens | None = None,
@@ -150,16 +179,19 @@ class ClusterCalls:
         locations: Sequence[str] | None = None,
         request_configs: RequestConfigs | None = None,
     ) -> ClearResult:
-        """Forget the prompt's chunks, or everything without `tokens`, on every rank; leased chunks are kept."""
+        """Forget the prompt's chunks, or everything without `tokens`, in the tiers that `locations` names (None: all).
+
+        Leased chunks are kept. In a remote store that is for all clusters of this model and layout; if it does not
+        answer, `StorageError` is raised, and the other tiers have been cleared.
+        """
         self._link.check_open()
         if tokens is None and request_configs:
             raise InvalidRequestError("request_configs say whose chunks of `tokens` to clear; no tokens were given")
         request = Request(tokens, request_configs=request_configs)
         keys = None if tokens is None else prompt_of(self._link.hasher, request).keys
-        layout = self._link.world.layout
-        if not names_cpu_tier(locations, argument="locations"):
-            return ClearResult.nothing(layout)
-        return ClearResult.of_memory(self._link.coordinator.clear(None if keys is None else pack_keys(keys)), layout)
+        tiers = tiers_of(locations, argument="locations")
+        counts = self._link.coordinator.clear(None if keys is None else pack_keys(keys), tiers)
+        return ClearResult.of(counts, self._link.world.layout)
 
     # -- the driver's own bytes ---------------------------------------------------------------------------------------
 

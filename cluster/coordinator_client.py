@@ -1,11 +1,12 @@
 """The coordinator as its callers see it: one typed method per call, each with a deadline."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, Final
 
 from lmcache_ray.broadcast.tags import Tag, TakeResult
 from lmcache_ray.errors import DeadlineError
-from lmcache_ray.index_service import ClearCounts
+from lmcache_ray.tiers.counts import TierClearCounts
+from lmcache_ray.tiers.spec import Tier
 
 from .introduction import Introduction
 from .messages import (
@@ -15,12 +16,15 @@ from .messages import (
     Parcel,
     PlannedLoad,
     PlannedStore,
+    PlannedWindow,
     StoreDone,
     StoreItem,
 )
 from .packed_calls import pack_call, unpack
 from .ray_calls import Actor, Ref, calling, wait_for
 from .world import ClusterStatus
+
+_ANSWER_S: Final = 1.0
 
 
 class CoordinatorClient:
@@ -61,31 +65,84 @@ class CoordinatorClient:
 
     # -- index ----------------------------------------------------------------------------------------------------
 
-    def lookup(self, items: Sequence[LookupItem], *, timeout_s: float) -> list[int]:
-        """Leading READY chunks of each prompt."""
-        answer: list[int] = self._decide("lookup", self._client, items, timeout_s=timeout_s)
+    def lookup(self, items: Sequence[LookupItem], tiers: Collection[Tier], *, timeout_s: float) -> list[int]:
+        """Leading chunks of each prompt that memory and disk, as far as they are among `tiers`, have."""
+        answer: list[int] = self._decide("lookup", self._client, items, tuple(tiers), timeout_s=timeout_s)
         return answer
 
-    def prepare_loads(self, items: Sequence[LoadItem], *, timeout_s: float | None = None) -> list[PlannedLoad]:
-        """Pin what each prompt can load."""
-        answer: list[PlannedLoad] = self._decide("prepare_loads", self._client, items, timeout_s=timeout_s)
-        return answer
-
-    def prepare_stores(
-        self, items: Sequence[StoreItem], *, direct: bool = False, timeout_s: float | None = None
-    ) -> list[PlannedStore]:
-        """Reserve slots for what each prompt has that nobody has yet; `direct` if this process writes them itself."""
-        answer: list[PlannedStore] = self._decide(
-            "prepare_stores", self._client, items, direct, timeout_s=timeout_s
+    def look_further(self, prompts: Sequence[bytes], num_cached: Sequence[int], *, timeout_s: float) -> list[int]:
+        """The same with the remote store behind what is known to be cached; what is there begins to come up."""
+        answer: list[int] = self._decide_patiently(
+            "look_further", self._client, prompts, num_cached, timeout_s=timeout_s
         )
         return answer
 
+    def locate(self, keys: bytes, *, timeout_s: float) -> list[Tier]:
+        """The fastest tier that has each of the leading chunks."""
+        answer: list[Tier] = self._decide_patiently("locate", keys, timeout_s=timeout_s)
+        return answer
+
+    def pin(self, keys: bytes) -> int:
+        """Pin the leading cached chunks until `unpin`; their number. Raises `CapacityError`."""
+        answer: int = self._decide("pin", keys)
+        return answer
+
+    def unpin(self, keys: bytes) -> bool:
+        """End a pin."""
+        answer: bool = self._decide("unpin", keys)
+        return answer
+
+    def prepare_loads(self, items: Sequence[LoadItem], *, timeout_s: float | None = None) -> list[PlannedLoad]:
+        """Pin what each prompt can load; one that must wait has to be promoted first."""
+        answer: list[PlannedLoad] = self._decide("prepare_loads", self._client, items, timeout_s=timeout_s)
+        return answer
+
+    def promote_loads(self, items: Sequence[LoadItem], *, timeout_s: float) -> list[PlannedLoad]:
+        """Bring up and pin what the leading items can load, at least one's; the others must wait until it is loaded."""
+        answer: list[PlannedLoad] = self._decide_patiently("promote_loads", self._client, items, timeout_s=timeout_s)
+        return answer
+
+    def promote(
+        self, prompts: Sequence[bytes], lease_ids: Sequence[str], *, timeout_s: float
+    ) -> list[tuple[int, int]]:
+        """Bring the leading prompts up, at least one: of each, how many chunks came from disk and from the remote."""
+        answer: list[tuple[int, int]] = self._decide_patiently(
+            "promote", self._client, prompts, lease_ids, timeout_s=timeout_s
+        )
+        return answer
+
+    def prepare_stores(
+        self,
+        items: Sequence[StoreItem],
+        *,
+        direct: bool = False,
+        patient: bool = False,
+        timeout_s: float | None = None,
+    ) -> list[PlannedStore]:
+        """Reserve slots for what each prompt has that nobody has yet; `direct` if this process writes them itself.
+
+        With `patient` an item may have to wait for room, which `wait_for_room` does.
+        """
+        answer: list[PlannedStore] = self._decide(
+            "prepare_stores", self._client, items, direct, patient, timeout_s=timeout_s
+        )
+        return answer
+
+    def wait_for_room(self, *, timeout_s: float) -> None:
+        """Return when chunks have been copied down, so that a store may find room now, or after `timeout_s`."""
+        self._decide_patiently("wait_for_room", timeout_s=timeout_s)
+
     def prepare_window(
-        self, prompts: Sequence[bytes], lease_ids: Sequence[str]
-    ) -> list[tuple[PlannedLoad, PlannedStore]]:
+        self,
+        prompts: Sequence[bytes],
+        lease_ids: Sequence[str],
+        *,
+        promoted: Sequence[str] = (),
+        patient: bool = False,
+    ) -> PlannedWindow:
         """Plan load and store of the leading prompts that can be planned now."""
-        answer: list[tuple[PlannedLoad, PlannedStore]] = self._decide(
-            "prepare_window", self._client, prompts, lease_ids
+        answer: PlannedWindow = self._decide(
+            "prepare_window", self._client, prompts, lease_ids, promoted, patient
         )
         return answer
 
@@ -102,9 +159,16 @@ class CoordinatorClient:
             reference: Ref = self.actor.decide.remote(pack_call("complete", [], lease_ids))
         return reference
 
-    def clear(self, keys: bytes | None) -> ClearCounts:
-        """Forget chunks; None is all."""
-        answer: ClearCounts = self._ask("clear", keys)
+    def clear(self, keys: bytes | None, tiers: Collection[Tier]) -> TierClearCounts:
+        """Forget chunks in `tiers`; None is all. Raises `StorageError` if a remote store does not do it."""
+        answer: TierClearCounts = unpack(
+            self._ask("decide_patiently", pack_call("clear", keys, tuple(tiers)), what="clear")
+        )
+        return answer
+
+    def check_tiers(self, *, repair: bool, timeout_s: float) -> list[str]:
+        """Compare the disk's index and files in both directions; what was found, a sentence each."""
+        answer: list[str] = self._decide_patiently("check_tiers", repair, timeout_s=timeout_s)
         return answer
 
     # -- broadcast ------------------------------------------------------------------------------------------------
@@ -134,6 +198,12 @@ class CoordinatorClient:
     def _decide(self, name: str, *arguments: object, timeout_s: float | None = None) -> Any:
         """A call of the index, which is asked most often: packed, as that is fastest."""
         return unpack(self._ask("decide", pack_call(name, *arguments), what=name, timeout_s=timeout_s))
+
+    def _decide_patiently(self, name: str, *arguments: object, timeout_s: float) -> Any:
+        """A call that waits there for as long as it says: a little less than here, so that there is an answer."""
+        wait_s = max(0.0, timeout_s - min(_ANSWER_S, timeout_s / 4))
+        call = pack_call(name, *arguments, wait_s)
+        return unpack(self._ask("decide_patiently", call, what=name, timeout_s=timeout_s))
 
     def _ask(
         self, method: str, *arguments: object, what: str | None = None, timeout_s: float | None = None

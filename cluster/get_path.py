@@ -27,6 +27,7 @@ from .messages import LoadItem, PackedRefs, Payload, PlannedLoad, pack_keys, unp
 from .ray_calls import Ref, calling, wait_for_rank
 from .requests import CheckedSpan, Request, check_span
 from .result_memory import ResultMemory
+from .rounds import load_rounds
 from .views import CachedViews, ViewedChunks, ViewedShard, ViewLease, split_chunks, view_chunks
 
 if TYPE_CHECKING:
@@ -102,12 +103,15 @@ class GetPath:
 
     def _copy_batch(self, items: Sequence[CheckedSpan], deadline: Deadline) -> "list[Copies]":
         lease_ids = [self._link.lease_names.for_load() for _ in items]
-        planned = self._plan(items, lease_ids, deadline, keep=False)
-        try:
-            exports = self._exports(planned, deadline)
-            return [self._copied(found, exports) for found in _wanted(items, planned)]
-        finally:
-            self._end_loads(lease_ids, planned)
+        copies: dict[int, Copies] = {}
+        for indices, planned in load_rounds(self._link, self._loads(items, lease_ids, keep=False), deadline):
+            try:
+                exports = self._exports(planned, deadline)
+                found = _wanted([items[index] for index in indices], planned)
+                copies.update(zip(indices, [self._copied(one, exports) for one in found], strict=True))
+            finally:
+                self._end_loads([lease_ids[index] for index in indices], planned)
+        return [copies[index] for index in range(len(items))]
 
     def _copied(self, found: _Found, exports: Mapping[int, Payload]) -> "Copies":
         holders = self._link.world.layout.holders
@@ -160,13 +164,30 @@ class GetPath:
     def _view_batch(self, items: Sequence[CheckedSpan], deadline: Deadline) -> list[CachedViews]:
         link = self._link
         lease_ids = [link.lease_names.for_load() for _ in items]
+        keep = any(link.is_here(rank) for rank in link.world.layout.holders)
+        views: dict[int, CachedViews] = {}
         try:
-            keep = any(link.is_here(rank) for rank in link.world.layout.holders)
-            planned = self._plan(items, lease_ids, deadline, keep=keep)
+            for indices, planned in load_rounds(link, self._loads(items, lease_ids, keep=keep), deadline):
+                viewed = self._view_planned(
+                    [items[index] for index in indices], [lease_ids[index] for index in indices], planned, deadline
+                )
+                views.update(zip(indices, viewed, strict=True))
         except BaseException:
+            for answer in views.values():
+                answer.close()
             for lease_id in lease_ids:
                 link.abandon(lease_id)  # it may have been granted, and would not end by time
             raise
+        return [views[index] for index in range(len(items))]
+
+    def _view_planned(
+        self,
+        items: Sequence[CheckedSpan],
+        lease_ids: Sequence[str],
+        planned: Sequence[PlannedLoad],
+        deadline: Deadline,
+    ) -> list[CachedViews]:
+        link = self._link
 
         def release(lease_id: str) -> None:
             link.release([lease_id])
@@ -222,15 +243,12 @@ class GetPath:
 
     # -- both ---------------------------------------------------------------------------------------------------------
 
-    def _plan(
-        self, items: Sequence[CheckedSpan], lease_ids: Sequence[str], deadline: Deadline, *, keep: bool
-    ) -> list[PlannedLoad]:
+    def _loads(self, items: Sequence[CheckedSpan], lease_ids: Sequence[str], *, keep: bool) -> list[LoadItem]:
         chunk_size = self._link.hasher.chunk_size
-        wanted = [
+        return [
             LoadItem(pack_keys(item.prompt.keys), item.start // chunk_size, (lease_id,), keep)
             for item, lease_id in zip(items, lease_ids, strict=True)
         ]
-        return self._link.coordinator.prepare_loads(wanted, timeout_s=deadline.remaining_s())
 
     def _end_loads(self, lease_ids: Sequence[str], planned: Sequence[PlannedLoad]) -> None:
         """End the leases that end with the call."""

@@ -105,9 +105,9 @@ class Housekeeping:
         settled.update({rank: unsettled[rank] for rank in dead})
         with self._service.at_now() as (index, _):
             for rank, refs in settled.items():
-                index.settle(rank, refs)
+                index.memory.settle(rank, refs)
 
     def _unsettled(self, rank: int) -> list[ChunkRef]:
         """What the rank still owes an answer for, but for slots that a living client may be writing itself."""
         with self._service.at_now() as (index, _):
-            return [ref for ref in index.unsettled(rank) if self._plans.writer_of(ref.generation) is None]
+            return [ref for ref in index.memory.unsettled(rank) if self._plans.writer_of(ref.generation) is None]

@@ -27,6 +27,7 @@ from .world import WorldSpec, cluster_prefix, coordinator_name, rank_name
 
 _FIRST_EPOCH = 1
 _STOP_TIMEOUT_S = 5.0
+_FLUSH_TIMEOUT_S = 30.0
 _POLL_S = 0.02
 _MAX_PENDING_CALLS = 10_000
 
@@ -90,7 +91,12 @@ def is_taken(name: str, namespace: str) -> bool:
 
 
 def take_down(actors: ClusterActors) -> None:
-    """Stop every rank (which removes its arena) and end all processes. What is dead already is passed over."""
+    """Stop every rank (which removes its arena) and end all processes. What is dead already is passed over.
+
+    Chunks that wait for a tier below memory are copied there first, for a call's time at most.
+    """
+    if actors.world.tiers.has_lower:
+        _flush(actors.coordinator, actors.world.call_timeout_s)
     _end([*actors.workers, actors.coordinator])
     _wait_until_ended(actors.world.name, actors.world.namespace)
 
@@ -98,6 +104,8 @@ def take_down(actors: ClusterActors) -> None:
 def end_remains(name: str, namespace: str) -> int:
     """End every actor that bears the cluster's name, whatever state the cluster is in; their number."""
     actors = _handles(name, namespace)
+    with contextlib.suppress(ValueError):  # it has lost its coordinator
+        _flush(ray.get_actor(coordinator_name(name), namespace=namespace), _FLUSH_TIMEOUT_S)
     _end(actors)
     _wait_until_ended(name, namespace)
     return len(actors)
@@ -119,6 +127,12 @@ def end_orphans(name: str, namespace: str) -> None:
     if actors:
         _end(actors)
         _wait_until_ended(name, namespace)
+
+
+def _flush(coordinator: Actor, timeout_s: float) -> None:
+    """Have what waits for lower tiers copied there, if the coordinator lives and is willing."""
+    with contextlib.suppress(RayError):
+        ray.get(coordinator.close_tiers.remote(timeout_s), timeout=timeout_s + _STOP_TIMEOUT_S)
 
 
 def _end(actors: Sequence[Actor]) -> None:
@@ -238,7 +252,8 @@ def _start(plan: LaunchPlan, actors: ClusterActors, deadline: Deadline) -> None:
         plan,
         "did not start",
     )
-    _gather([actors.coordinator.adopt.remote(hellos, actors.workers)], deadline, plan, "did not adopt the ranks")
+    adopted = actors.coordinator.adopt.remote(hellos, actors.workers, deadline.remaining_s() / 2)
+    _gather([adopted], deadline, plan, "did not adopt the ranks")
 
 
 def _gather(

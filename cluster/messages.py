@@ -174,25 +174,38 @@ class StoreItem:
 class PlannedLoad:
     """Where the cached chunks lie: `refs` are those of the prompt's chunks from `start` on.
 
-    `is_kept`: the lease was asked to be kept, and does not end by time.
+    `is_kept`: the lease was asked to be kept, and does not end by time. `must_wait`: nothing was planned, since part of
+    what is cached has to be brought into memory first.
     """
 
     start: int
     refs: PackedRefs
     is_kept: bool = False
+    must_wait: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedStore:
     """What is to be written: `positions` (packed numbers): number i is the index of chunk i among the prompt's keys.
 
-    `plan_id` is None if nothing was planned because the cluster cannot serve now.
+    `plan_id` is None if nothing was planned: because the cluster cannot serve now, or, with `must_wait`, because chunks
+    that are being copied to disk leave no room yet.
     """
 
     plan_id: int | None
     refs: PackedRefs
     positions: bytes
     num_ready: int
+    must_wait: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedWindow:
+    """Load and store plans of the leading prompts of a window; if there are none, what the first one waits for."""
+
+    plans: list[tuple[PlannedLoad, PlannedStore]]
+    must_promote: bool = False
+    must_wait_for_room: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from .local_arenas import LocalArenas
 from .messages import PackedRefs, PlannedStore, StoreItem, pack_flags, pack_keys, unpack_numbers
 from .ray_calls import Ref, calling, wait_for_rank
 from .requests import CheckedSpan, Request, check_span
+from .rounds import store_rounds
 from .row_calls import report_stores
 
 
@@ -55,7 +56,16 @@ class PutPath:
     def _put_batch(self, items: "Sequence[_CheckedPut]", deadline: Deadline) -> list[int | Exception]:
         link = self._link
         wanted = [StoreItem(pack_keys(item.prompt.keys), item.start // link.hasher.chunk_size) for item in items]
-        planned = link.coordinator.prepare_stores(wanted, direct=True, timeout_s=deadline.remaining_s())
+        results: dict[int, int | Exception] = {}
+        for indices, planned in store_rounds(link, wanted, deadline, direct=True):
+            stored = self._put_planned([items[index] for index in indices], planned, deadline)
+            results.update(zip(indices, stored, strict=True))
+        return [results[index] for index in range(len(items))]
+
+    def _put_planned(
+        self, items: "Sequence[_CheckedPut]", planned: Sequence[PlannedStore], deadline: Deadline
+    ) -> list[int | Exception]:
+        link = self._link
         writes = {index: _Write(items[index], plan) for index, plan in enumerate(planned) if len(plan.refs)}
         written: dict[int, dict[int, bytes]] = {index: {} for index in writes}
         failures: dict[int, Exception] = {}

@@ -19,6 +19,10 @@ from lmcache_ray.connector.base import KVConnector
 from lmcache_ray.errors import ArenaError, RankUnavailableError
 from lmcache_ray.metadata import LMCacheMetadata
 from lmcache_ray.shard import ArenaSource, ChunkSource, EngineShard, PayloadSource, export_chunks, read_chunks
+from lmcache_ray.storage.directory_lock import DirectoryOwner
+from lmcache_ray.tiers.assembly import open_remote
+from lmcache_ray.tiers.calls import RankAnswer, TierCall
+from lmcache_ray.tiers.rank_tiers import RankTiers
 
 from .messages import (
     LoadTask,
@@ -53,6 +57,7 @@ class Rank:
         self.layout = world.layout.ranks[setup.place.worker_id]
         self._arena: Arena | None = None
         self.shard: EngineShard | None = None
+        self._tiers: RankTiers | None = None
         self._lock = threading.Lock()
         self._maps: dict[str, ArenaMap] = {}
         if setup.place.worker_id in world.layout.holders:
@@ -65,6 +70,7 @@ class Rank:
             )
             self._arena = Arena.create(spec, world.arena_dir, node_id=setup.place.node_id, now=time.time())
             self.shard = EngineShard(self._arena.slots)
+            self._tiers = _make_tiers(world, setup.place.worker_id, self.shard)
 
     @property
     def arena_path(self) -> str | None:
@@ -90,6 +96,12 @@ class Rank:
     def take_in(self, refs: PackedRefs, num_tokens: Sequence[int], data: np.ndarray) -> bytes:
         """Write chunks given as bytes ``[len(refs), slot_nbytes]``; a flag byte per chunk."""
         return pack_flags(self._own_shard().take_in(refs.unpack(), data, num_tokens))
+
+    def move_chunks(self, call: TierCall) -> RankAnswer:
+        """Move chunks between the arena and the tiers below it; see `RankTiers`."""
+        if self._tiers is None:
+            raise RankUnavailableError(f"rank {self.place.worker_id} holds no chunks in this world")
+        return self._tiers.run(call)
 
     def free_slots(self, refs: PackedRefs) -> None:
         """Drop these chunks."""
@@ -132,6 +144,8 @@ class Rank:
         with self._lock:
             while self._maps:
                 self._maps.popitem()[1].close()
+        if self._tiers is not None:
+            self._tiers.close()
         if self._arena is not None:
             self._arena.close()
 
@@ -163,3 +177,15 @@ class Rank:
         if self.shard is None:
             raise RankUnavailableError(f"rank {self.place.worker_id} holds no chunks in this world")
         return self.shard
+
+
+def _make_tiers(world: WorldSpec, rank: int, shard: EngineShard) -> RankTiers:
+    remote = open_remote(world.tiers.remote, world.layout, scope=world.hasher().scope(), origin=world.life)
+    return RankTiers(
+        shard,
+        world.layout,
+        rank,
+        disk=world.tiers.disk,
+        owner=DirectoryOwner(world.namespace, world.name, world.life),
+        remote=None if remote is None else remote.chunks,
+    )

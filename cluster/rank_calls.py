@@ -60,6 +60,11 @@ class RankCalls:
                 settled[rank] = [ref for ref, flag in zip(refs[rank], unpack_flags(flags), strict=True) if flag]
         return settled
 
+    def move_chunks(self, calls: Mapping[int, bytes], *, timeout_s: float) -> dict[int, bytes]:
+        """One packed `TierCall` a rank; the packed answers of those that gave one in time."""
+        answers = self._ask({rank: ("tier_call", packed) for rank, packed in calls.items()}, timeout_s)
+        return {rank: answer for rank, answer in answers.items() if isinstance(answer, bytes)}
+
     def ping(self, ranks: Sequence[int]) -> list[int]:
         """The ranks among these that answer."""
         return list(self._ask(dict.fromkeys(ranks, ("ping", None)), _HOUSEKEEPING_S))

@@ -67,7 +67,12 @@ def start_rank(world: WorldSpec, place: RankPlace, kv: KVSpec, coordinator: Acto
 
 def _engine_of(rank: Rank, calls: CoordinatorClient, broadcaster: CoordinatorBroadcaster) -> LMCacheEngine:
     world = rank.world
-    index = CoordinatorIndex(calls, lookup_timeout_s=world.lookup_timeout_s)
+    index = CoordinatorIndex(
+        calls,
+        lookup_timeout_s=world.lookup_timeout_s,
+        timeout_s=world.call_timeout_s / 3,
+        has_remote=world.tiers.remote is not None,
+    )
     lease_names = LeaseNames(f"{rank_client(rank.place.worker_id)}-{os.getpid()}", "ranks")
     return LMCacheEngine(
         EngineParts(

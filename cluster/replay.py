@@ -9,11 +9,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import accumulate, islice
 
 from lmcache_ray.errors import ClusterError, WorkloadError
 from lmcache_ray.keys import KEY_NBYTES
 from lmcache_ray.layout import Placement
+from lmcache_ray.tiers.spec import Tier
 
 from .client import CacheCluster
 from .every_rank import check_every_rank
@@ -36,15 +37,17 @@ from .workload import BLOCK_SIZE, TraceRequest, prompt_tokens
 Advance = Callable[[int], None]
 """Called with the number of requests that have just been finished."""
 
+_LOOK_AGAIN_S = 0.5
 _RUN_WINDOW = "cluster.replay_rank:run_window"
 
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
-    """One request as the cluster sees it."""
+    """One request as the cluster sees it, and the lease under which it will be loaded."""
 
     keys: list[bytes]
     packed: bytes
+    lease_id: str
 
 
 @dataclass(slots=True)
@@ -52,6 +55,8 @@ class _Totals:
     requests: int = 0
     lookup_blocks: int = 0
     hit_blocks: int = 0
+    disk_blocks: int = 0
+    remote_blocks: int = 0
     verified_bytes: int = 0
     byte_mismatches: int = 0
     latencies: Latencies = field(default_factory=Latencies)
@@ -86,6 +91,7 @@ class _Replay:
         self._window = window
         self._verify = verify
         self._num_rows = link.num_kv_rows
+        self._promoted: dict[str, tuple[int, int]] = {}  # per lease, blocks that came from disk and from the remote
         self.totals = _Totals()
 
     def run(self, requests: Sequence[TraceRequest], advance: Advance) -> None:
@@ -94,22 +100,42 @@ class _Replay:
         self._refill(waiting, source)
         while waiting:
             part = self._next_window(waiting)
-            leases = [self._link.lease_names.for_load() for _ in part]
             begin = time.perf_counter()
-            plans = self._link.coordinator.prepare_window([prompt.packed for prompt in part], leases)
+            plans = self._plan(part)
             lookup_s = time.perf_counter() - begin
             calls = self._send(plans)
             for _ in plans:
                 waiting.popleft()
             self._refill(waiting, source)
-            self._finish(plans, calls, leases)
+            self._finish(plans, calls, [prompt.lease_id for prompt in part])
             self._count(part[: len(plans)], plans, lookup_s)
             advance(len(plans))
+
+    def _plan(self, prompts: Sequence[_Prompt]) -> Sequence[tuple[PlannedLoad, PlannedStore]]:
+        """Plans of the leading prompts, at least one; what they have below memory is brought up, or room awaited."""
+        coordinator, deadline = self._link.coordinator, self._link.deadline()
+        packed, leases = [prompt.packed for prompt in prompts], [prompt.lease_id for prompt in prompts]
+        while True:
+            is_patient = self._link.world.tiers.has_lower and deadline.remaining_s() > 0
+            window = coordinator.prepare_window(packed, leases, promoted=list(self._promoted), patient=is_patient)
+            if window.plans:
+                return window.plans
+            if window.must_promote:
+                most = self._num_promotable(prompts)
+                counts = coordinator.promote(packed[:most], leases[:most], timeout_s=deadline.timeout_s)
+                self._promoted.update(zip(leases, counts, strict=False))
+            else:
+                coordinator.wait_for_room(timeout_s=_LOOK_AGAIN_S)
+
+    def _num_promotable(self, prompts: Sequence[_Prompt]) -> int:
+        """As many as fit into memory with all that they store: what is promoted stays there until it is loaded."""
+        ends = accumulate(len(prompt.keys) for prompt in prompts)
+        return max(1, sum(end <= self._link.world.num_slots for end in ends))
 
     def _prompts(self, requests: Sequence[TraceRequest]) -> Iterator[_Prompt]:
         for request in requests:
             keys = self._link.hasher.keys(prompt_tokens(request))
-            yield _Prompt(keys, pack_keys(keys))
+            yield _Prompt(keys, pack_keys(keys), self._link.lease_names.for_load())
 
     def _refill(self, waiting: deque[_Prompt], source: Iterator[_Prompt]) -> None:
         waiting.extend(islice(source, self._window - len(waiting)))
@@ -188,6 +214,10 @@ class _Replay:
         totals.lookup_blocks += sum(len(prompt.keys) for prompt in prompts)
         totals.hit_blocks += sum(len(load.refs) for load, _ in plans)
         totals.latencies.lookup += [lookup_s] * len(prompts)
+        for prompt in prompts:
+            from_disk, from_remote = self._promoted.pop(prompt.lease_id, (0, 0))
+            totals.disk_blocks += from_disk
+            totals.remote_blocks += from_remote
 
 
 def _as_window(plans: Sequence[tuple[PlannedLoad, PlannedStore]], verify: bool) -> ReplayWindow:
@@ -258,6 +288,11 @@ def _report(cluster: CacheCluster, totals: _Totals, window: int, seconds: float)
         lookup_blocks=totals.lookup_blocks,
         hit_blocks=totals.hit_blocks,
         hit_rate=totals.hit_blocks / totals.lookup_blocks if totals.lookup_blocks else 0.0,
+        hit_blocks_by_tier={
+            Tier.CPU.value: totals.hit_blocks - totals.disk_blocks - totals.remote_blocks,
+            Tier.DISK.value: totals.disk_blocks,
+            Tier.REMOTE.value: totals.remote_blocks,
+        },
         world_size=layout.world_size,
         num_nodes=len({hello.node_id for hello in link.hellos}),
         use_mla=layout.placement is Placement.FIRST_RANK,

@@ -23,7 +23,8 @@ class Latencies:
 class ReplayReport:
     """The outcome of one replay; its fields are the keys of the JSON that `--json` prints.
 
-    `hit_blocks` counts the leading cached blocks of every request when it was looked up. `stored_bytes` is the chunk
+    `hit_blocks` counts the leading cached blocks of every request when it was looked up, and `hit_blocks_by_tier` the
+    same by the tier that had them: what disk or remote had was brought into memory first. `stored_bytes` is the chunk
     bytes resident at the end, per rank. `latency_ms.lookup` is the planning message of a request's window, `retrieve`
     and `store` are the copies of one request on its slowest rank.
     """
@@ -32,6 +33,7 @@ class ReplayReport:
     lookup_blocks: int
     hit_blocks: int
     hit_rate: float
+    hit_blocks_by_tier: dict[str, int]
     world_size: int
     num_nodes: int
     use_mla: bool

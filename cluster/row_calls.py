@@ -35,6 +35,7 @@ from .messages import (
 from .packed_calls import pack, unpack
 from .ray_calls import Ref, calling, wait_for_rank
 from .requests import CheckedRows, HasPrompt, Request, check_rows
+from .rounds import load_rounds, store_rounds
 
 
 def store_rows(link: ClusterLink, requests: Sequence[Request]) -> list[int | Exception]:
@@ -67,7 +68,16 @@ def _nbytes_of(item: CheckedRows) -> int:
 
 def _store_batch(link: ClusterLink, items: Sequence[CheckedRows], deadline: Deadline) -> list[int | Exception]:
     wanted = [StoreItem(pack_keys(item.prompt.keys), item.start // link.hasher.chunk_size) for item in items]
-    planned = link.coordinator.prepare_stores(wanted, timeout_s=deadline.remaining_s())
+    results: dict[int, int | Exception] = {}
+    for indices, planned in store_rounds(link, wanted, deadline):
+        stored = _store_planned(link, [items[index] for index in indices], planned, deadline)
+        results.update(zip(indices, stored, strict=True))
+    return [results[index] for index in range(len(items))]
+
+
+def _store_planned(
+    link: ClusterLink, items: Sequence[CheckedRows], planned: Sequence[PlannedStore], deadline: Deadline
+) -> list[int | Exception]:
     writing = [index for index, plan in enumerate(planned) if len(plan.refs)]
     written: dict[int, dict[int, bytes]] = {}
     failures: dict[int, Exception] = {}
@@ -115,16 +125,17 @@ def _retrieve_batch(link: ClusterLink, items: Sequence[CheckedRows], deadline: D
         LoadItem(pack_keys(item.prompt.keys), item.start // link.hasher.chunk_size, (lease,))
         for item, lease in zip(items, leases, strict=True)
     ]
-    planned = link.coordinator.prepare_loads(wanted, timeout_s=deadline.remaining_s())
     results = [np.zeros(item.prompt.num_tokens, dtype=bool) for item in items]
-    loads = [load for load in zip(items, planned, results, strict=True) if _is_wanted(link, *load[:2])]
-    try:
-        if loads:
-            _load_into(link, loads, deadline)
-    finally:
-        pinned = [lease for lease, plan in zip(leases, planned, strict=True) if len(plan.refs)]
-        if pinned:
-            link.release(pinned)
+    for indices, planned in load_rounds(link, wanted, deadline):
+        found = [(items[index], plan, results[index]) for index, plan in zip(indices, planned, strict=True)]
+        loads = [load for load in found if _is_wanted(link, *load[:2])]
+        try:
+            if loads:
+                _load_into(link, loads, deadline)
+        finally:
+            pinned = [leases[index] for index, plan in zip(indices, planned, strict=True) if len(plan.refs)]
+            if pinned:
+                link.release(pinned)
     return results
 
 

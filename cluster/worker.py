@@ -1,7 +1,8 @@
 """The rank worker actor: a `Rank` that answers calls, and the engine that code running beside it can use.
 
-Concurrency groups keep a slow copy from delaying a sign of life: `data` moves bytes, `call` runs users' functions,
-`control` answers at once, and `watch` is occupied for life by the coordinator's watch for this process's end.
+Concurrency groups keep a slow copy from delaying a sign of life: `data` moves bytes, `tiers` moves them to and from
+storage that may be slow, `call` runs users' functions, `control` answers at once, and `watch` is occupied for life by
+the coordinator's watch for this process's end.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 _HEARTBEAT_S = 5.0
 
-CONCURRENCY_GROUPS = {"control": 4, "data": 4, "call": 4, "watch": 1}
+CONCURRENCY_GROUPS = {"control": 4, "data": 4, "tiers": 4, "call": 4, "watch": 1}
 """Threads for each kind of call; the module's docstring says what they are for."""
 
 
@@ -93,6 +94,11 @@ class RankWorker:
     def take_in(self, refs: PackedRefs, num_tokens: Sequence[int], data: np.ndarray) -> bytes:
         """See `Rank.take_in`; `data` came through the object store."""
         return self._started().take_in(refs, num_tokens, data)
+
+    @ray.method(concurrency_group="tiers")
+    def tier_call(self, packed: bytes) -> bytes:
+        """See `RankTiers.run`: a call and its answer, packed."""
+        return pack(self._started().move_chunks(unpack(packed)))
 
     @ray.method(concurrency_group="call")
     def call(self, function: str | Callable[..., object], *arguments: object) -> object:

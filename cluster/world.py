@@ -1,16 +1,21 @@
 """What a world is (`WorldSpec`, fixed at its start) and how it stands (`ClusterStatus`, a snapshot). Pure."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lmcache_ray.keys import ChunkHasher
 from lmcache_ray.layout import WorldLayout
+from lmcache_ray.tiers.spec import TierSpec
 
 from .membership import RankRecord, RankState
 
 
 @dataclass(frozen=True, slots=True)
 class WorldSpec:
-    """Everything all processes of one cache cluster agree on. `num_slots` is the number of slots of every arena."""
+    """Everything all processes of one cache cluster agree on.
+
+    `num_slots` is the number of slots of every arena; `life` is random text that no other life of a cluster has;
+    `lossy_serde` names what rounds the KV, if anything does.
+    """
 
     namespace: str
     name: str
@@ -27,6 +32,9 @@ class WorldSpec:
     lookup_timeout_s: float
     call_timeout_s: float
     restart_window_s: float
+    tiers: TierSpec
+    life: str
+    lossy_serde: str | None
 
     @property
     def max_viewed_slots(self) -> int:
@@ -40,6 +48,7 @@ class WorldSpec:
             model_revision=self.model_revision,
             chunk_size=self.layout.chunk_size,
             keep_partial=self.save_unfull_chunk,
+            lossy=self.lossy_serde,
         )
 
 
@@ -60,13 +69,18 @@ def rank_name(name: str, rank: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TierStatus:
-    """Chunks of one tier by state; together they are its capacity."""
+    """Chunks of one tier by state; together they are its capacity. `waiting` for the tier are chunks above it.
+
+    What is in a remote store is not counted: others use it too. `traffic` counts what has moved (`TierTraffic`).
+    """
 
     ready: int
     writing: int
     quarantined: int
     free: int
     capacity: int
+    waiting: int = 0
+    traffic: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,18 @@
 """From the arguments of `CacheCluster.start` to the world that all its processes agree on."""
 
+import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from lmcache_ray.build import num_slots_of, resolve
+from lmcache_ray.build import lossy_serde, num_slots_of, resolve, tiers_of_config
 from lmcache_ray.config import LMCacheEngineConfig
 from lmcache_ray.errors import ConfigError
 from lmcache_ray.layout import Placement, RankLayout, ShardSpec, WorldLayout
 from lmcache_ray.metadata import LMCacheMetadata
 from lmcache_ray.shape_spec import LayerGroupSpec, calculate_composite_kv_cache_shape, get_composite_kv_dtype
+from lmcache_ray.tiers.assembly import check_disk_limit
 
 from .kv_source import KVSpec
 from .topology import MAX_WORLD_SIZE
@@ -35,13 +37,19 @@ def world_spec(
     name: str | None,
     namespace: str | None,
 ) -> WorldSpec:
-    """Raises `ConfigError`, `MetadataError`, `ShapeSpecError` or `LayoutError` for arguments that cannot be meant."""
+    """The world, in a life of its own.
+
+    Raises `ConfigError`, `MetadataError`, `ShapeSpecError`, `LayoutError` or `CapacityError` for arguments that cannot
+    be meant.
+    """
     if type(world_size) is not int or not 1 <= world_size <= MAX_WORLD_SIZE:
         raise ConfigError(f"world_size must be a whole number from 1 to {MAX_WORLD_SIZE}; got {world_size!r}")
     if rank_layouts is not None:
         layout = _given_layout(config, rank_layouts, world_size, use_mla)
     else:
         layout = _uniform_layout(config, model_name, layer_groups, kv_shape, kv_dtype, world_size, use_mla)
+    tiers = tiers_of_config(config)
+    check_disk_limit(tiers, layout)
     named = config.copy()
     if name is not None:
         named.update({"cluster_name": name})
@@ -63,6 +71,9 @@ def world_spec(
         lookup_timeout_s=config.lookup_timeout_ms / 1000,
         call_timeout_s=config.call_timeout_s,
         restart_window_s=config.restart_window_s,
+        tiers=tiers,
+        life=uuid.uuid4().hex,
+        lossy_serde=lossy_serde(config),
     )
 
 

@@ -5,13 +5,11 @@ shared index. Ranks that live in Ray actors are put together in the cluster pack
 """
 
 import logging
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from lmcache_ray.arena.capacity import check_memory, num_slots_for
-from lmcache_ray.arena.private import PrivateArena
+from lmcache_ray.arena.capacity import num_slots_for
 from lmcache_ray.arena.spec import ArenaGeometry, ArenaSpec
 from lmcache_ray.broadcast.callables import BroadcastFn, BroadcastObjectFn, CallableBroadcaster
 from lmcache_ray.broadcast.inprocess import InProcessGroup
@@ -20,14 +18,10 @@ from lmcache_ray.connector.base import KVConnector
 from lmcache_ray.engine import EngineParts, LMCacheEngine
 from lmcache_ray.errors import ConfigError
 from lmcache_ray.first_rank import FIRST_RANK, ArenaChannel, FirstRankChannel, TensorChannel
-from lmcache_ray.index.cache_index import CacheIndex
-from lmcache_ray.index.plans import ChunkRef
-from lmcache_ray.index.policy import make_policy
-from lmcache_ray.index_service import IndexService, LeaseNames, LocalIndex, rank_client
+from lmcache_ray.in_process_world import InProcessWorld, WorldSettings
 from lmcache_ray.keys import ChunkHasher
 from lmcache_ray.layout import Placement, WorldLayout, uniform_world
 from lmcache_ray.metadata import LMCacheMetadata
-from lmcache_ray.retrieval import Delivery, OwnRetrieval, ReceivingRetrieval, Retrieval, SendingRetrieval
 from lmcache_ray.shape_spec import (
     LayerGroupSpec,
     calculate_composite_kv_cache_shape,
@@ -36,12 +30,11 @@ from lmcache_ray.shape_spec import (
     shard_specs,
     shard_specs_of,
 )
-from lmcache_ray.shard import ArenaSource, EngineShard
+from lmcache_ray.tiers.spec import TierSpec, tier_spec
 
 logger = logging.getLogger(__name__)
 
 _GIB = 2**30
-_INDEX_EPOCH = 1  # an in-process index lives and dies with its arenas
 
 
 def build_engine(
@@ -65,7 +58,10 @@ def build_engine(
     rank = metadata.worker_id
     own = (rank,) if layout.placement is Placement.PER_RANK or rank == FIRST_RANK else ()
     broadcaster = _callable_broadcaster(metadata, layout, broadcast_fn, broadcast_object_fn)
-    world = _InProcessWorld(config, layout, holders=own)
+    tiers = tiers_of_config(config)
+    if tiers.disk is not None and layout.world_size > 1:  # whoever builds ranks one by one has one index for each
+        tiers = replace(tiers, disk=replace(tiers.disk, root=f"{tiers.disk.root}/engine-{rank}"))
+    world = InProcessWorld(_settings(config, layout, metadata.model_name, tiers), layout, holders=own)
     channel: FirstRankChannel | None = None
     if broadcaster is not None:
         slots = world.shards[rank].slots if rank == FIRST_RANK else None
@@ -96,7 +92,8 @@ def world_parts(
 ) -> list[EngineParts]:
     """What the engines of `build_world` are made of, in rank order."""
     metadata, layout = resolve(config, metadata, layer_groups)
-    world = _InProcessWorld(config, layout, holders=layout.holders)
+    settings = _settings(config, layout, metadata.model_name, tiers_of_config(config))
+    world = InProcessWorld(settings, layout, holders=layout.holders)
     group = InProcessGroup(layout.world_size, config.call_timeout_s)
     parts = []
     for rank in range(layout.world_size):
@@ -143,77 +140,36 @@ def arena_spec(layout: WorldLayout, rank: int, *, num_slots: int, namespace: str
     return ArenaSpec(namespace, name, rank, layout.world_size, layout.fingerprint, geometry)
 
 
-class _InProcessWorld:
-    """Index and arenas of the `holders` among a layout's ranks, all in this process."""
+def _settings(config: LMCacheEngineConfig, layout: WorldLayout, model_name: str, tiers: TierSpec) -> WorldSettings:
+    return WorldSettings(
+        num_slots=num_slots_of(config, layout),
+        cache_policy=config.cache_policy,
+        tiers=tiers,
+        hasher=hasher_of(config, model_name),
+        min_retrieve_tokens=config.min_retrieve_tokens,
+        instance_id=config.lmcache_instance_id,
+        call_timeout_s=config.call_timeout_s,
+        lease_timeout_s=config.lease_timeout_s,
+    )
 
-    def __init__(self, config: LMCacheEngineConfig, layout: WorldLayout, holders: Sequence[int]) -> None:
-        self._config = config
-        self._layout = layout
-        num_slots = num_slots_of(config, layout)
-        geometries = {rank: ArenaGeometry(num_slots, layout.ranks[rank].slot_nbytes) for rank in holders}
-        check_memory({rank: geometry.file_nbytes for rank, geometry in geometries.items()})
-        self._arenas = {rank: PrivateArena(geometry) for rank, geometry in geometries.items()}
-        self.shards = {rank: EngineShard(arena.slots) for rank, arena in self._arenas.items()}
-        index = CacheIndex(
-            num_slots,
-            tuple(holders) or (FIRST_RANK,),
-            make_policy(config.cache_policy),
-            epoch=_INDEX_EPOCH,
-            call_timeout_s=config.call_timeout_s,
-            lease_timeout_s=config.lease_timeout_s,
-        )
-        self._service = IndexService(index, clock=time.monotonic, free_slots=self._free_slots)
 
-    def index_client(self, rank: int) -> LocalIndex:
-        """The index as `rank` speaks to it."""
-        return LocalIndex(self._service, rank_client(rank))
+def tiers_of_config(config: LMCacheEngineConfig) -> TierSpec:
+    """The tiers of a world. Raises `ConfigError` for keys that contradict each other."""
+    return tier_spec(
+        local_cpu=config.local_cpu,
+        local_disk=config.local_disk,
+        max_local_disk_size=config.max_local_disk_size,
+        remote_url=config.remote_url,
+        remote_prefix=config.remote_prefix,
+        remote_serde=config.remote_serde,
+        blocking_timeout_secs=config.blocking_timeout_secs,
+        max_remote_size=config.max_remote_size,
+    )
 
-    def parts(
-        self,
-        metadata: LMCacheMetadata,
-        channel: FirstRankChannel | None,
-        connector: KVConnector | None = None,
-        leave: Callable[[], None] = lambda: None,
-    ) -> EngineParts:
-        """What the engine of one rank of this world is made of. `leave` tells the other ranks when it is closed.
 
-        `channel` is given where the world has receivers.
-        """
-        rank = metadata.worker_id
-
-        def close() -> None:
-            leave()
-            self._service.rank_lost(rank)
-            if rank in self._arenas:
-                self._arenas[rank].close()
-
-        names = LeaseNames(rank_client(rank), "world")
-        return EngineParts(
-            metadata=metadata,
-            layout=self._layout,
-            hasher=hasher_of(self._config, metadata.model_name),
-            index=self.index_client(rank),
-            shard=self.shards.get(rank),
-            retrieval=self._retrieval(rank, channel, names),
-            lease_names=names,
-            connector=connector,
-            instance_id=self._config.lmcache_instance_id,
-            on_close=close,
-        )
-
-    def _retrieval(self, rank: int, channel: FirstRankChannel | None, names: LeaseNames) -> Retrieval:
-        delivery = Delivery(self.index_client(rank), min_tokens=self._config.min_retrieve_tokens)
-        if channel is None:
-            return OwnRetrieval(delivery, ArenaSource(self.shards[rank].slots), names)
-        if rank != FIRST_RANK:
-            return ReceivingRetrieval(delivery, channel, rank)
-        source = ArenaSource(self.shards[rank].slots)
-        return SendingRetrieval(delivery, source, names, channel, world_size=self._layout.world_size)
-
-    def _free_slots(self, ranks: Sequence[int], refs: Sequence[ChunkRef]) -> Sequence[int]:
-        for rank in ranks:
-            self.shards[rank].free(refs)
-        return ranks
+def lossy_serde(config: LMCacheEngineConfig) -> str | None:
+    """What rounds the KV of this world: its chunks are others than exact ones, wherever they lie."""
+    return config.remote_serde if config.remote_url is not None and config.remote_serde == "fp8" else None
 
 
 def hasher_of(config: LMCacheEngineConfig, model_name: str) -> ChunkHasher:
@@ -223,6 +179,7 @@ def hasher_of(config: LMCacheEngineConfig, model_name: str) -> ChunkHasher:
         model_revision=config.model_revision,
         chunk_size=config.chunk_size,
         keep_partial=config.save_unfull_chunk,
+        lossy=lossy_serde(config),
     )
 
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from lmcache_ray.errors import InvalidRequestError
-from lmcache_ray.index_service import ClearCounts
 from lmcache_ray.layout import WorldLayout
 from lmcache_ray.tiers.counts import TierClearCounts
 from lmcache_ray.tiers.spec import Tier
@@ -34,11 +33,6 @@ def tiers_of(tiers: Sequence[str] | None, *, argument: str) -> frozenset[Tier]:
         if not isinstance(tier, str) or tier not in _NAMES:
             raise InvalidRequestError(f"{argument} names tier {tier!r}; known tiers: {', '.join(_NAMES)}")
     return frozenset(_NAMES[tier] for tier in tiers)
-
-
-def names_cpu_tier(tiers: Sequence[str] | None, *, argument: str) -> bool:
-    """True if `tiers` include memory; otherwise as `tiers_of`."""
-    return Tier.CPU in tiers_of(tiers, argument=argument)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +64,3 @@ class ClearResult:
 
         removed, kept = per_rank(counts.removed), per_rank(counts.kept)
         return ClearResult(removed, kept, counts.pending_ranks, counts.num_removed, counts.num_kept)
-
-    @staticmethod
-    def of_memory(counts: ClearCounts, layout: WorldLayout) -> "ClearResult":
-        """The result of clearing the memory tier of a world that has no other."""
-        removed, kept = {Tier.CPU: counts.num_removed}, {Tier.CPU: counts.num_kept}
-        tiers = TierClearCounts(removed, kept, counts.num_removed, counts.num_kept, counts.pending_ranks)
-        return ClearResult.of(tiers, layout)
-
-    @staticmethod
-    def nothing(layout: WorldLayout) -> "ClearResult":
-        """The result of clearing tiers that hold nothing."""
-        return ClearResult.of_memory(ClearCounts(0, 0), layout)

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from lmcache_ray.chunking import Mask, masked_start
-from lmcache_ray.clearing import ClearResult, names_cpu_tier
+from lmcache_ray.clearing import ClearResult, tiers_of
 from lmcache_ray.connector.base import KVConnector, SlotMapping, checked_slot_mapping
 from lmcache_ray.connector.paged import KVCaches, PagedConnectors
 from lmcache_ray.errors import ClosedError, InvalidRequestError
@@ -23,6 +23,7 @@ from lmcache_ray.metadata import LMCacheMetadata
 from lmcache_ray.prompt import Prompt, RequestConfigs, Tokens, loadable_tokens, read_prompt
 from lmcache_ray.retrieval import Retrieval, RetrieveCall
 from lmcache_ray.shard import EngineShard
+from lmcache_ray.tiers.hits import TierHits, prompt_hits
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class EngineParts:
     """What an engine is made of. `shard` is None on a rank that holds no chunks: its stores copy nothing.
 
     `connector`, when given, is used by calls that name no `kvcaches`; `on_close` gives back what was built for this
-    engine alone; `instance_id` is the name that a user gave this instance.
+    engine alone; `instance_id` is the name that a user gave this instance; `problems` says what is out of order.
     """
 
     metadata: LMCacheMetadata
@@ -42,6 +43,7 @@ class EngineParts:
     lease_names: LeaseNames
     connector: KVConnector | None = None
     instance_id: str | None = None
+    problems: Callable[[], list[str]] = list
     on_close: Callable[[], None] = lambda: None
 
 
@@ -164,10 +166,27 @@ class LMCacheEngine:
         self._check_open()
         prompt = self._read(tokens, hashes, offsets, request_configs)
         lease_id = self._parts.lease_names.for_lookup(lookup_id) if pin else None
-        keys = prompt.keys if names_cpu_tier(search_range, argument="search_range") else []
-        if not keys and lease_id is None:
+        tiers = tiers_of(search_range, argument="search_range")
+        if not prompt.keys and lease_id is None:
             return 0
-        return prompt.tokens_in(self._parts.index.lookup(keys, lease_id))
+        return prompt.tokens_in(self._parts.index.lookup(prompt.keys, lease_id, tiers))
+
+    def locate(self, tokens: Tokens, request_configs: RequestConfigs | None = None) -> TierHits:
+        """Tokens of the leading cached run, by the fastest tier that has each chunk; not a use of them."""
+        prompt = self.prompt(tokens, request_configs)
+        return prompt_hits(prompt, self._parts.index.locate(prompt.keys))
+
+    def pin(self, tokens: Tokens, request_configs: RequestConfigs | None = None) -> int:
+        """Keep the leading cached chunks in memory and on disk until `unpin` of the same tokens; how many tokens.
+
+        Pinning again pins what is cached then. Raises `CapacityError` if too little room would be left for stores.
+        """
+        prompt = self.prompt(tokens, request_configs)
+        return prompt.tokens_in(self._parts.index.pin(prompt.keys))
+
+    def unpin(self, tokens: Tokens, request_configs: RequestConfigs | None = None) -> bool:
+        """End a pin; False if there is none of these tokens."""
+        return self._parts.index.unpin(self.prompt(tokens, request_configs).keys)
 
     def lookup_unpin(self, lookup_id: str) -> None:
         """End the lease of a pinned lookup; an unknown or ended one is ignored."""
@@ -192,13 +211,17 @@ class LMCacheEngine:
         keys = None if tokens is None else self._read(tokens, None, None, request_configs).keys
         if tokens is None and request_configs:
             raise InvalidRequestError("request_configs say whose chunks of `tokens` to clear; no tokens were given")
-        if not names_cpu_tier(locations, argument="locations"):
-            return ClearResult.nothing(self._parts.layout)
-        return ClearResult.of_memory(self._parts.index.clear(keys), self._parts.layout)
+        tiers = tiers_of(locations, argument="locations")
+        return ClearResult.of(self._parts.index.clear(keys, tiers), self._parts.layout)
+
+    def problems(self) -> list[str]:
+        """What is out of order, a sentence each: a tier below memory, whose chunks are misses meanwhile."""
+        self._check_open()
+        return self._parts.problems()
 
     def is_healthy(self) -> bool:
-        """True while the engine can store and retrieve."""
-        return not self._closed
+        """True while the engine is open and nothing is out of order; see `problems`."""
+        return not self._closed and not self._parts.problems()
 
     def close(self) -> None:
         """Give the arena back. Idempotent."""

@@ -1,4 +1,4 @@
-"""The one index of a world, made safe to share: a lock and a clock around the pure `CacheIndex`.
+"""The one index of a world, made safe to share: a lock and a clock around the pure `TieredIndex`.
 
 Engines speak to it through the `IndexClient` protocol. In process that is `LocalIndex`, here; in a cluster the
 coordinator actor owns the `IndexService` and the ranks hold a client that calls it.
@@ -9,12 +9,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Final, Protocol
 
 from lmcache_ray.errors import InvalidRequestError
-from lmcache_ray.index.cache_index import CacheIndex
-from lmcache_ray.index.plans import ChunkRef, LoadPlan, StorePlan
+from lmcache_ray.index.plans import ChunkRef, ClearPlan, Deferred, LoadPlan, StorePlan
+from lmcache_ray.tiers.counts import TierClearCounts
+from lmcache_ray.tiers.spec import Tier
+from lmcache_ray.tiers.tiered_index import EVERYWHERE, TieredIndex
 
 _MOST_GIVEN_UP: Final = 1024
 
@@ -25,20 +26,26 @@ FreeSlots = Callable[[Sequence[int], Sequence[ChunkRef]], Collection[int]]
 """``free_slots(ranks, refs)`` frees the slots on those ranks, at once; answers the ranks that have done it."""
 
 
-@dataclass(frozen=True, slots=True)
-class ClearCounts:
-    """What one clear did in memory: chunks removed and kept because leased, and the ranks that did not answer."""
-
-    num_removed: int
-    num_kept: int
-    pending_ranks: tuple[int, ...] = ()
-
-
 class IndexClient(Protocol):
     """What an engine needs of the world's index. Keys are 32-byte digests of a prompt's chunks, in order."""
 
-    def lookup(self, keys: Sequence[bytes], lease_id: str | None) -> int:
-        """Leading READY chunks; with `lease_id` they stay readable until that lease is released or expires."""
+    def lookup(self, keys: Sequence[bytes], lease_id: str | None, tiers: Collection[Tier] = EVERYWHERE) -> int:
+        """Leading chunks cached in `tiers`; with `lease_id` they stay so until that lease is released or expires."""
+        ...
+
+    def locate(self, keys: Sequence[bytes]) -> list[Tier]:
+        """The fastest tier that has each of the leading cached chunks; not a use of them."""
+        ...
+
+    def pin(self, keys: Sequence[bytes]) -> int:
+        """Keep the leading cached chunks until `unpin`, whoever ends meanwhile; their number.
+
+        Raises `CapacityError` if pins and views would leave too little room for stores.
+        """
+        ...
+
+    def unpin(self, keys: Sequence[bytes]) -> bool:
+        """End the pin of this prompt; False if there is none."""
         ...
 
     def prepare_store(self, keys: Sequence[bytes], *, start: int, rank: int | None) -> StorePlan:
@@ -61,39 +68,77 @@ class IndexClient(Protocol):
         """End leases. Unknown and ended ones are ignored."""
         ...
 
-    def clear(self, keys: Sequence[bytes] | None) -> ClearCounts:
-        """Forget these chunks, or all with None, except leased ones."""
+    def clear(self, keys: Sequence[bytes] | None, tiers: Collection[Tier] = EVERYWHERE) -> TierClearCounts:
+        """Forget these chunks, or all with None, in `tiers`, except leased ones."""
         ...
 
 
 class IndexService:
-    """Thread-safe door to a `CacheIndex`. Every call first ends what is overdue on `clock` (seconds, monotonic)."""
+    """Thread-safe door to a `TieredIndex`. Every call first ends what is overdue on `clock` (seconds, monotonic)."""
 
-    def __init__(self, index: CacheIndex, *, clock: Callable[[], float], free_slots: FreeSlots) -> None:
+    def __init__(self, index: TieredIndex, *, clock: Callable[[], float], free_slots: FreeSlots) -> None:
         self._index = index
         self._clock = clock
         self._free_slots = free_slots
         self._lock = threading.Lock()
+        self._moved = threading.Condition(self._lock)
         self._lost_ranks: set[int] = set()
         self._given_up: deque[str] = deque(maxlen=_MOST_GIVEN_UP)
 
+    @property
+    def capacity(self) -> int:
+        """Chunks that fit in memory."""
+        return self._index.memory.table.capacity
+
     @contextmanager
-    def at_now(self) -> Iterator[tuple[CacheIndex, float]]:
+    def at_now(self) -> Iterator[tuple[TieredIndex, float]]:
         """The index under its lock, overdue leases and plans ended, and the present time."""
         with self._lock:
             now = self._clock()
             self._index.expire(now)
             yield self._index, now
 
-    def lookup(self, keys: Sequence[bytes], *, client: str, lease_id: str | None) -> int:
-        """Leading READY chunks, pinned under `lease_id` if one is given."""
-        with self.at_now() as (index, now):
-            return index.lookup(keys) if lease_id is None else index.pin(keys, lease_id, client, now)
+    def wait_until(self, is_so: Callable[[TieredIndex], bool], timeout_s: float) -> bool:
+        """Wait until ``is_so(index)``, which is asked now and whenever chunks have moved; False after `timeout_s`."""
+        with self._moved:
+            return self._moved.wait_for(lambda: is_so(self._index), timeout_s)
 
-    def prepare_store(self, keys: Sequence[bytes], *, client: str, start: int, rank: int | None) -> StorePlan:
-        """Plan the store of ``keys[start:]``; what must stand before it are cached (or being written) chunks."""
+    def tell_moved(self) -> None:
+        """Chunks have moved between tiers: whoever waits for that looks again."""
+        with self._moved:
+            self._moved.notify_all()
+
+    def lookup(
+        self, keys: Sequence[bytes], *, client: str, lease_id: str | None, tiers: Collection[Tier] = EVERYWHERE
+    ) -> int:
+        """Leading chunks cached in `tiers`, pinned under `lease_id` if one is given."""
         with self.at_now() as (index, now):
-            return index.prepare_store(keys, client=client, now=now, start=start, rank=rank)
+            return index.lookup(keys, lease_id, client=client, now=now, tiers=tiers)
+
+    def locate(self, keys: Sequence[bytes]) -> list[Tier]:
+        """See `IndexClient.locate`."""
+        with self.at_now() as (index, _):
+            return index.run(keys)
+
+    def pin(self, keys: Sequence[bytes]) -> int:
+        """See `IndexClient.pin`."""
+        with self.at_now() as (index, now):
+            return index.pin(keys, _pin_id(keys), now=now)
+
+    def unpin(self, keys: Sequence[bytes]) -> bool:
+        """See `IndexClient.unpin`."""
+        with self.at_now() as (index, _):
+            return index.release(_pin_id(keys))
+
+    def prepare_store(
+        self, keys: Sequence[bytes], *, client: str, start: int, rank: int | None, patient: bool = False
+    ) -> StorePlan | Deferred:
+        """Plan the store of ``keys[start:]``; what must stand before it are cached (or being written) chunks.
+
+        `patient`: see `TieredIndex.prepare_store`; without it the answer is a plan.
+        """
+        with self.at_now() as (index, now):
+            return index.prepare_store(keys, client=client, now=now, start=start, rank=rank, patient=patient)
 
     def complete_store(self, plan_id: int, keys: Sequence[bytes], acks: Acks) -> int:
         """Take acknowledgements in; answers the leading READY chunks of `keys`."""
@@ -103,7 +148,7 @@ class IndexService:
     def num_ready(self, keys: Sequence[bytes]) -> int:
         """The leading READY chunks of `keys`; counting them is no use of them."""
         with self.at_now() as (index, _):
-            return index.lookup(keys, touch=False)
+            return index.num_cached(keys)
 
     def acknowledge(self, plan_id: int, acks: Acks) -> None:
         """Take acknowledgements of one plan in."""
@@ -118,6 +163,8 @@ class IndexService:
                     done=[position for position, flag in enumerate(flags) if flag],
                     failed=[position for position, flag in enumerate(flags) if not flag],
                 )
+            if index.backlogs:
+                self._moved.notify_all()
 
     def prepare_load(self, keys: Sequence[bytes], *, client: str, start: int, lease_ids: Sequence[str]) -> LoadPlan:
         """Pin ``keys[start:]`` as far as READY from key 0 under each of `lease_ids`; see `IndexClient.prepare_load`."""
@@ -125,7 +172,7 @@ class IndexService:
             plan = index.prepare_load(keys, lease_id=lease_ids[0], client=client, now=now, start=start)
             for rank, lease_id in enumerate(lease_ids[1:], start=1):
                 if rank not in self._lost_ranks:
-                    index.share(plan, lease_id, client=rank_client(rank), now=now)
+                    index.memory.share(plan, lease_id, client=rank_client(rank), now=now)
             return plan
 
     def keep(self, lease_id: str, *, max_slots: int) -> bool:
@@ -135,25 +182,24 @@ class IndexService:
         again.
         """
         with self.at_now() as (index, _):
-            return lease_id not in self._given_up and index.keep(lease_id, max_slots=max_slots)
+            return lease_id not in self._given_up and index.memory.keep(lease_id, max_slots=max_slots)
 
     def release(self, lease_ids: Sequence[str]) -> None:
         """End leases. The latest that were not there are remembered: see `keep`."""
         with self.at_now() as (index, _):
             self._given_up.extend(lease_id for lease_id in lease_ids if not index.release(lease_id))
 
-    def clear(self, keys: Sequence[bytes] | None) -> ClearCounts:
-        """Forget chunks and free their slots on every holder before returning."""
+    def clear_memory(self, keys: Sequence[bytes] | None) -> tuple[ClearPlan, tuple[int, ...]]:
+        """Forget chunks and free their slots on every holder before returning; what, and who did not answer."""
         with self.at_now() as (index, _):
-            plan = index.prepare_clear(keys)
-            holders = index.holders
+            plan = index.clear_memory(keys)
+            holders = index.memory.holders
         dropped = (*plan.refs, *plan.aborted)  # a write that a clear aborted must not be committed after it
         done = self._free_slots(holders, dropped) if dropped else holders
         with self.at_now() as (index, _):
             for rank in done:
-                index.complete_clear(plan.plan_id, rank)
-        pending = tuple(rank for rank in holders if rank not in done)
-        return ClearCounts(len(plan.refs), plan.num_kept, pending)
+                index.memory.complete_clear(plan.plan_id, rank)
+        return plan, tuple(rank for rank in holders if rank not in done)
 
     def drop_client(self, client: str) -> None:
         """A client has ended: its leases end, and what it was writing is aborted."""
@@ -167,41 +213,14 @@ class IndexService:
             self._lost_ranks.add(rank)
 
 
-class LocalIndex:
-    """The `IndexClient` of an engine that lives in the same process as the index."""
-
-    def __init__(self, service: IndexService, client: str) -> None:
-        self._service = service
-        self._client = client
-
-    def lookup(self, keys: Sequence[bytes], lease_id: str | None) -> int:
-        """See `IndexClient.lookup`."""
-        return self._service.lookup(keys, client=self._client, lease_id=lease_id)
-
-    def prepare_store(self, keys: Sequence[bytes], *, start: int, rank: int | None) -> StorePlan:
-        """See `IndexClient.prepare_store`."""
-        return self._service.prepare_store(keys, client=self._client, start=start, rank=rank)
-
-    def complete_store(self, plan: StorePlan, keys: Sequence[bytes], acks: Acks) -> int:
-        """See `IndexClient.complete_store`."""
-        return self._service.complete_store(plan.plan_id, keys, acks)
-
-    def prepare_load(self, keys: Sequence[bytes], *, start: int, lease_ids: Sequence[str]) -> LoadPlan:
-        """See `IndexClient.prepare_load`."""
-        return self._service.prepare_load(keys, client=self._client, start=start, lease_ids=lease_ids)
-
-    def release(self, lease_ids: Sequence[str]) -> None:
-        """See `IndexClient.release`."""
-        self._service.release(lease_ids)
-
-    def clear(self, keys: Sequence[bytes] | None) -> ClearCounts:
-        """See `IndexClient.clear`."""
-        return self._service.clear(keys)
-
-
 def rank_client(rank: int) -> str:
     """The client name of a rank's own engine."""
     return f"rank{rank}"
+
+
+def _pin_id(keys: Sequence[bytes]) -> str:
+    """The lease of a prompt's pin: its last key stands for all."""
+    return f"pin/{keys[-1].hex() if keys else ''}"
 
 
 class LeaseNames:

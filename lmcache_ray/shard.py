@@ -107,6 +107,13 @@ class EngineShard:
 
         return self._write(refs, copy)
 
+    def fill(self, refs: Sequence[ChunkRef], fill: Callable[[int, np.ndarray], int]) -> list[bool]:
+        """Write chunks by ``fill(position, data)``, which puts chunk `position` into `data` and answers its tokens.
+
+        0 tokens: there is no such chunk, nothing is committed. Answers as `store` does.
+        """
+        return self._write(refs, fill)
+
     def settle(self, refs: Sequence[ChunkRef]) -> list[bool]:
         """Make sure that `refs` are not and never will be written here; per ref False while it is being written."""
         with self._lock:
@@ -151,6 +158,10 @@ class EngineShard:
             with self._lock:
                 slots.abort(ref.slot, ref.generation)
             raise
+        if not num_tokens:
+            with self._lock:
+                slots.abort(ref.slot, ref.generation)
+            return False
         try:
             with self._lock:
                 slots.commit(ref.slot, ref.generation, ref.key, num_tokens)

@@ -31,14 +31,22 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("pure machines", (
         "lmcache_ray.index", "lmcache_ray.tiers", "lmcache_ray.broadcast.tags", "lmcache_ray.broadcast.log",
     )),
-    ("protocols", ("lmcache_ray.connector.base", "lmcache_ray.broadcast.base", "lmcache_ray.index_service")),
+    ("protocols", (
+        "lmcache_ray.connector.base", "lmcache_ray.broadcast.base", "lmcache_ray.index_service",
+        "lmcache_ray.storage.base",
+    )),
     ("implementations", (
         "lmcache_ray.arena", "lmcache_ray.connector", "lmcache_ray.broadcast", "lmcache_ray.clearing",
-        "lmcache_ray.kv_pattern",
+        "lmcache_ray.kv_pattern", "lmcache_ray.storage",
     )),
-    ("one rank's bytes", ("lmcache_ray.shard", "lmcache_ray.first_rank")),
+    ("one rank's bytes", ("lmcache_ray.shard", "lmcache_ray.first_rank", "lmcache_ray.tiers.rank_tiers")),
+    ("what moves chunks between tiers", (
+        "lmcache_ray.tiers.local_ranks", "lmcache_ray.tiers.disk_tier", "lmcache_ray.tiers.remote_tier",
+        "lmcache_ray.tiers.promoting", "lmcache_ray.tiers.tier_service", "lmcache_ray.tiers.local_index",
+        "lmcache_ray.tiers.assembly",
+    )),
     ("engine", ("lmcache_ray.retrieval", "lmcache_ray.engine", "lmcache_ray.world_engine")),
-    ("composition", ("lmcache_ray.build",)),
+    ("composition", ("lmcache_ray.in_process_world", "lmcache_ray.build",)),
     ("standalone", ("lmcache_ray.standalone",)),
     ("cluster: values and pure machines", (
         "cluster.messages", "cluster.topology", "cluster.membership", "cluster.workload", "cluster.chat_workload",
@@ -51,10 +59,14 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("cluster: calls to actors", (
         "cluster.rank_calls", "cluster.coordinator_client", "cluster.coordinator_index", "cluster.broadcaster",
     )),
-    ("cluster: actors", ("cluster.rank_start", "cluster.housekeeping", "cluster.coordinator", "cluster.worker")),
+    ("cluster: actors", (
+        "cluster.rank_start", "cluster.housekeeping", "cluster.tier_ranks", "cluster.tier_status",
+        "cluster.index_calls", "cluster.coordinator", "cluster.worker",
+    )),
     ("cluster: placement", ("cluster.world_spec", "cluster.ray_session", "cluster.probe", "cluster.launch")),
     ("cluster: data paths of a client", (
-        "cluster.link", "cluster.every_rank", "cluster.batching", "cluster.lookups", "cluster.row_calls",
+        "cluster.link", "cluster.every_rank", "cluster.batching", "cluster.rounds", "cluster.lookups",
+        "cluster.row_calls",
         "cluster.local_arenas", "cluster.result_memory", "cluster.views", "cluster.put_path", "cluster.get_path",
     )),
     ("cluster: client", ("cluster.calls", "cluster.client")),
@@ -68,9 +80,16 @@ PURE = (
     "lmcache_ray.index", "lmcache_ray.broadcast.tags", "lmcache_ray.broadcast.log", "lmcache_ray.errors",
     "lmcache_ray.dtypes", "lmcache_ray.layout", "lmcache_ray.arrays", "lmcache_ray.tokens", "lmcache_ray.chunking",
     "lmcache_ray.keys", "lmcache_ray.prompt", "lmcache_ray.splitmix", "lmcache_ray.connector.base",
-    "lmcache_ray.tiers.spec", "lmcache_ray.tiers.counts", "lmcache_ray.tiers.hits",
+    "lmcache_ray.tiers.spec", "lmcache_ray.tiers.counts", "lmcache_ray.tiers.hits", "lmcache_ray.tiers.backlog",
+    "lmcache_ray.tiers.calls", "lmcache_ray.tiers.health", "lmcache_ray.tiers.traffic",
+    "lmcache_ray.tiers.tiered_index", "lmcache_ray.tiers.promotion", "lmcache_ray.tiers.write_behind",
+    "lmcache_ray.storage.base", "lmcache_ray.storage.faults", "lmcache_ray.storage.breaker",
+    "lmcache_ray.storage.shard_bytes", "lmcache_ray.storage.remote_names", "lmcache_ray.storage.remote_manifest",
+    "lmcache_ray.storage.remote_space",
     "cluster.messages", "cluster.topology", "cluster.membership", "cluster.workload", "cluster.chat_workload",
     "cluster.expected_bytes", "cluster.report", "cluster.world", "cluster.requests", "cluster.packed_calls",
+    "lmcache_ray.storage.chunk_format", "lmcache_ray.storage.chunk_frame", "lmcache_ray.storage.header_fields",
+    "lmcache_ray.storage.disk_names", "lmcache_ray.storage.disk_space",
 )
 IMPURE_IMPORTS = frozenset((
     "asyncio", "concurrent", "ctypes", "datetime", "fcntl", "glob", "io", "logging", "mmap", "multiprocessing", "os",

@@ -192,6 +192,12 @@ class ArenaSlots:
         offset = slot * RECORD_NBYTES
         return bytes(self._records[offset : offset + KEY_NBYTES]) == key and self._words[slot] == word
 
+    def num_tokens(self, slot: int, generation: int) -> int:
+        """Tokens of the chunk that the slot held when it was COMMITTED(generation); 0 if its record is another's."""
+        self._word(slot)
+        record = self._record(slot, generation)
+        return 0 if record is None else record.num_tokens
+
     def chunk(self, slot: int, generation: int, key: bytes) -> npt.NDArray[np.uint8] | None:
         """The slot's bytes if it `holds` that chunk, else None."""
         return self._data[slot] if self.holds(slot, generation, key) else None

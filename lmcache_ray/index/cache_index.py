@@ -9,15 +9,16 @@ seconds of any clock that does not go back.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Final, overload
+from typing import Final
 
 from lmcache_ray.errors import ConfigError, IntegrityError, InvalidRequestError
-from lmcache_ray.index.integrity import contradictions
+from lmcache_ray.index.clear_planning import plan_clear
+from lmcache_ray.index.integrity import contradictions, count_slots
 from lmcache_ray.index.leases import LeaseTable
 from lmcache_ray.index.plans import ChunkRef, ClearPlan, Deferred, Expired, IndexCounts, LoadPlan, StorePlan
 from lmcache_ray.index.policy import EvictionPolicy
-from lmcache_ray.index.slot_table import COUNTER_BITS, EPOCH_BITS, MAX_SLOTS, SlotState, SlotTable
-from lmcache_ray.index.store_planning import StoreDraft, StorePlanner
+from lmcache_ray.index.slot_table import COUNTER_BITS, SlotState, SlotTable
+from lmcache_ray.index.store_planning import StoreDraft, StorePlanner, TiersBelow
 from lmcache_ray.index.write_ledger import WriteLedger
 
 
@@ -28,6 +29,8 @@ class CacheIndex:
     one's. A store must be answered, and a load ended, within `call_timeout_s` seconds; other leases last
     `lease_timeout_s`. What is overdue is ended by `expire`. Keys are any bytes, by convention 32-byte digests, in
     prompt order; a prompt may repeat a key.
+
+    `table` is open for reading to this package. `below` is what there is to know of the tiers below, if there are any.
     """
 
     def __init__(
@@ -39,67 +42,62 @@ class CacheIndex:
         epoch: int,
         call_timeout_s: float,
         lease_timeout_s: float,
+        below: TiersBelow | None = None,
     ) -> None:
-        if not 1 <= num_slots <= MAX_SLOTS:
-            raise ConfigError(f"an index has from 1 to {MAX_SLOTS} slots, not num_slots={num_slots}")
         if not holders or len(set(holders)) != len(holders) or min(holders) < 0:
             raise ConfigError(f"holders must be distinct ranks, at least one, not {list(holders)}")
-        if not 0 <= epoch < 1 << EPOCH_BITS:
-            raise ConfigError(f"epoch must be in 0 .. {(1 << EPOCH_BITS) - 1}, not {epoch}")
         for name, timeout_s in (("call_timeout_s", call_timeout_s), ("lease_timeout_s", lease_timeout_s)):
             if not timeout_s > 0:
                 raise ConfigError(f"{name} must be above 0 seconds, not {timeout_s}")
         self.holders: Final = tuple(holders)
-        self._table: Final = SlotTable(num_slots, policy, epoch=epoch)
+        self.table: Final = SlotTable(num_slots, policy, epoch=epoch, tells_ready=below is not None)
         self._call_timeout_s: Final = call_timeout_s
         self._leases: Final = LeaseTable(lease_timeout_s)
         self._ledger: Final = WriteLedger(
-            self._table, self.holders, timeout_s=call_timeout_s, first_plan_id=(epoch << COUNTER_BITS) + 1
+            self.table, self.holders, timeout_s=call_timeout_s, first_plan_id=(epoch << COUNTER_BITS) + 1
         )
-        self._planner: Final = StorePlanner(self._table, pinned=self._leases.pinned, can_join=self._ledger.can_join)
+        self._planner: Final = StorePlanner(
+            self.table,
+            pinned=self._leases.pinned,
+            below=below,
+            can_join=self._ledger.can_join,
+        )
 
     # ------------------------------------------------------------------------------------------------ reading
 
     def lookup(self, keys: Sequence[bytes], *, touch: bool = True) -> int:
         """The number of leading READY keys; with `touch` that is a use of them."""
-        run = self._table.ready_run(keys)
+        run = self.table.ready_run(keys)
         if touch:
-            self._table.policy.touch(reversed(run))
+            self.table.policy.touch(reversed(run))
         return len(run)
 
     def pin(self, keys: Sequence[bytes], lease_id: str, client: str, now: float) -> int:
         """As `lookup`, and the keys counted stay READY, in place, while the lease lasts. No key, no lease."""
-        run = self._table.ready_run(keys)
-        self._table.policy.touch(reversed(run))
+        run = self.table.ready_run(keys)
+        self.table.policy.touch(reversed(run))
         self._leases.hold(lease_id, client, run, now)
         return len(run)
 
-    @overload
+    def hold(
+        self, keys: Iterable[bytes], lease_id: str, client: str, now: float, *, timeout_s: float | None = None
+    ) -> None:
+        """Pin those of `keys` that are READY, wherever they stand; not a use of them."""
+        self._leases.hold(lease_id, client, self.table.ready_among(keys), now, timeout_s=timeout_s)
+
     def prepare_load(
         self, keys: Sequence[bytes], *, lease_id: str, client: str, now: float, start: int = 0
-    ) -> LoadPlan: ...
-
-    @overload
-    def prepare_load(
-        self, keys: Sequence[bytes], *, lease_id: str, client: str, now: float, start: int = 0, defer: bool
-    ) -> LoadPlan | Deferred: ...
-
-    def prepare_load(
-        self, keys: Sequence[bytes], *, lease_id: str, client: str, now: float, start: int = 0, defer: bool = False
-    ) -> LoadPlan | Deferred:
+    ) -> LoadPlan:
         """Where to read ``keys[start:]``, as far as READY without a gap from key 0; a use of the whole run.
 
-        The refs are pinned under the lease, which replaces one of the same id; without refs it ends that one. With
-        `defer`, Deferred if the run is stopped by a key that is being written.
+        The refs are pinned under the lease, which replaces one of the same id; without refs it ends that one.
         """
         _check_start(start)
-        run = self._table.ready_run(keys)
-        if defer and len(run) < len(keys) and keys[len(run)] in self._table.slot_of:
-            return Deferred.KEY_BEING_WRITTEN
-        self._table.policy.touch(reversed(run))
+        run = self.table.ready_run(keys)
+        self.table.policy.touch(reversed(run))
         slots = run[start:]
         self._leases.hold(lease_id, client, slots, now, timeout_s=self._call_timeout_s)
-        return LoadPlan(lease_id, self._table.refs_of(keys[start : len(run)], slots), start)
+        return LoadPlan(lease_id, self.table.refs_of(keys[start : len(run)], slots), start)
 
     def share(self, plan: LoadPlan, lease_id: str, *, client: str, now: float) -> None:
         """Pin the refs of a load plan whose lease still lasts under one more lease; not another use of them."""
@@ -124,26 +122,9 @@ class CacheIndex:
 
     # ------------------------------------------------------------------------------------------------ storing
 
-    @overload
     def prepare_store(
         self, keys: Sequence[bytes], *, client: str, now: float, start: int = 0, rank: int | None = None
-    ) -> StorePlan: ...
-
-    @overload
-    def prepare_store(
-        self, keys: Sequence[bytes], *, client: str, now: float, start: int = 0, rank: int | None = None, defer: bool
-    ) -> StorePlan | Deferred: ...
-
-    def prepare_store(
-        self,
-        keys: Sequence[bytes],
-        *,
-        client: str,
-        now: float,
-        start: int = 0,
-        rank: int | None = None,
-        defer: bool = False,
-    ) -> StorePlan | Deferred:
+    ) -> StorePlan:
         """Reserve slots for those of ``keys[start:]`` that are neither cached nor being written; a use of all present.
 
         With `rank` None one driver carries the plan to all holders, and each of them must answer. With a rank, every
@@ -154,21 +135,41 @@ class CacheIndex:
         of this request's own keys. Of a prompt that does not fit, the leading part that does is reserved. If a key
         before `start` is unknown, nothing is stored: what followed would never be found.
 
+        A plan with refs must be answered by `complete_store` or `abort_store`; one without is finished.
+        """
+        plan = self.try_store(keys, client=client, now=now, start=start, rank=rank)
+        assert isinstance(plan, StorePlan)  # it was not allowed to be deferred
+        return plan
+
+    def try_store(
+        self,
+        keys: Sequence[bytes],
+        *,
+        client: str,
+        now: float,
+        start: int = 0,
+        rank: int | None = None,
+        defer: bool = False,
+        whole: bool = False,
+        copy_up: bool = False,
+    ) -> StorePlan | Deferred:
+        """`prepare_store`, or Deferred and no change.
+
         With `defer` the plan is exactly the one that would be made after all unfinished plans have been completed and
-        all leases released, or else Deferred. A plan with refs must be answered by `complete_store` or `abort_store`;
-        one without is finished.
+        all leases released, or else Deferred. With `whole` it leaves nothing out for want of room, or else Deferred.
+        With `copy_up`, keys that are cached below are wanted here too.
         """
         _check_start(start)
         if rank is not None and rank not in self._ledger.bit_of:
-            return StorePlan(self._ledger.issue_plan_id(), (), (), len(self._table.ready_run(keys)), 0, ())
+            return StorePlan(self._ledger.issue_plan_id(), (), (), len(self.table.ready_run(keys)), 0, ())
         joiner = 0 if rank is None else self._ledger.bit_of[rank]
-        draft = self._planner.draft(keys, start=start, joiner=joiner, defer=defer)
+        draft = self._planner.draft(keys, start=start, joiner=joiner, defer=defer, whole=whole, copy_up=copy_up)
         if isinstance(draft, Deferred):
             return draft
         return self._carry_out(draft, keys, client=client, ranks=joiner or self._ledger.everyone, now=now)
 
     def _carry_out(self, draft: StoreDraft, keys: Sequence[bytes], *, client: str, ranks: int, now: float) -> StorePlan:
-        table, joined = self._table, draft.joined
+        table, joined = self.table, draft.joined
         refs, evicted = table.reserve(draft.new, draft.victims)
         table.note_use(draft.present, [ref.slot for ref in refs], keys if draft.has_hole else ())
         positions = tuple(draft.new.values())
@@ -182,18 +183,19 @@ class CacheIndex:
         return StorePlan(plan_id, refs, positions, draft.num_ready, draft.num_refused, evicted)
 
     def prepare_request(
-        self, keys: Sequence[bytes], *, lease_id: str, client: str, now: float, defer: bool
+        self, keys: Sequence[bytes], *, lease_id: str, client: str, now: float, defer: bool, whole: bool = False
     ) -> tuple[LoadPlan, StorePlan] | Deferred:
         """`prepare_load`, then `prepare_store` led by a driver, of one request: both plans, or Deferred and no change.
 
         The store is drafted first, so that it can still be refused; the load changes nothing that the draft stands on.
+        With `defer`, Deferred too if the run to load is stopped by a key that is being written.
         """
-        draft = self._planner.draft(keys, start=0, joiner=0, defer=defer)
+        draft = self._planner.draft(keys, start=0, joiner=0, defer=defer, whole=whole, copy_up=False)
         if isinstance(draft, Deferred):
             return draft
-        load = self.prepare_load(keys, lease_id=lease_id, client=client, now=now, defer=defer)
-        if isinstance(load, Deferred):
-            return load
+        if defer and self.table.is_run_being_written(keys):
+            return Deferred.KEY_BEING_WRITTEN
+        load = self.prepare_load(keys, lease_id=lease_id, client=client, now=now)
         return load, self._carry_out(draft, keys, client=client, ranks=self._ledger.everyone, now=now)
 
     def complete_store(
@@ -241,6 +243,23 @@ class CacheIndex:
         """
         return self._ledger.settle(rank, refs)
 
+    # ------------------------------------------------------------------------------------------------ tiers below
+
+    def adopt(self, chunks: Sequence[tuple[bytes, int]]) -> list[int]:
+        """Take in (key, generation) pairs as READY chunks of earlier lives, the least recently used first.
+
+        Their generations are of earlier epochs. Of what does not fit the oldest are left out, as are all but the newest of
+        a key; answers the positions that were.
+        """
+        return self.table.adopt(chunks)
+
+    def evict(self, refs: Iterable[ChunkRef], *, even_leased: bool = False) -> list[ChunkRef]:
+        """Forget those of `refs` that are READY and not leased, whatever the policy says; which these were."""
+        pinned = () if even_leased else self._leases.pinned
+        evicted = [ref for ref in refs if self.table.is_ready(ref) and ref.slot not in pinned]
+        self.table.evict([ref.slot for ref in evicted])
+        return evicted
+
     # ------------------------------------------------------------------------------------------------ clearing
 
     def prepare_clear(self, keys: Iterable[bytes] | None = None) -> ClearPlan:
@@ -249,18 +268,7 @@ class CacheIndex:
         Chunks that are being written are aborted, and count neither as removed nor as kept. Every holder must answer by
         `complete_clear` if the plan has refs.
         """
-        table = self._table
-        known = table.slot_of.values() if keys is None else map(table.slot_of.get, dict.fromkeys(keys))
-        slots = [slot for slot in known if slot is not None]
-        writing = [slot for slot in slots if table.states[slot] == SlotState.WRITING]
-        pinned = self._leases.pinned
-        removed = [slot for slot in slots if table.states[slot] == SlotState.READY and slot not in pinned]
-        aborted = table.refs(writing)
-        for slot in writing:
-            self._ledger.abort_write(slot)
-        plan_id = self._ledger.issue_plan_id()
-        refs = self._ledger.open_clear(plan_id, removed)
-        return ClearPlan(plan_id, refs, aborted, len(slots) - len(writing) - len(removed))
+        return plan_clear(self.table, self._ledger, keys, pinned=self._leases.pinned)
 
     def complete_clear(self, plan_id: int, rank: int) -> bool:
         """The rank has forgotten all refs of the plan; when all have, their slots are free. False if it is finished."""
@@ -270,26 +278,17 @@ class CacheIndex:
 
     def counts(self) -> IndexCounts:
         """How full the index is."""
-        states, ledger = self._table.states, self._ledger
-        return IndexCounts(
-            ready=states.count(SlotState.READY),
-            writing=states.count(SlotState.WRITING),
-            free=states.count(SlotState.FREE),
-            quarantined=states.count(SlotState.QUARANTINED),
-            leases=len(self._leases),
-            plans=len(ledger.stores) + len(ledger.clears),
-            capacity=self._table.capacity,
-        )
+        return count_slots(self.table, self._ledger, num_leases=len(self._leases))
 
     def entries(self) -> Iterator[tuple[ChunkRef, SlotState]]:
         """The chunks in the key map, each READY or WRITING, in the order in which they would be evicted."""
-        table = self._table
+        table = self.table
         slots = list(table.policy.candidates())
         return zip(table.refs(slots), [SlotState(table.states[slot]) for slot in slots], strict=True)
 
     def check_integrity(self) -> None:
         """Raise an IntegrityError that lists every contradiction among the parts of the index, if there is any."""
-        found = contradictions(self._table, self._ledger, self._leases)
+        found = contradictions(self.table, self._ledger, self._leases)
         if found:
             raise IntegrityError("the index contradicts itself: " + "; ".join(found))
 

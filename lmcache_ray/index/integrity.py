@@ -7,10 +7,25 @@ slots; tests run it after every step.
 from collections import Counter
 
 from lmcache_ray.index.leases import LeaseTable
+from lmcache_ray.index.plans import IndexCounts
 from lmcache_ray.index.slot_table import SlotState, SlotTable
 from lmcache_ray.index.write_ledger import OpenStore, WriteLedger
 
 _MAPPED = (SlotState.WRITING, SlotState.READY)
+
+
+def count_slots(table: SlotTable, ledger: WriteLedger, *, num_leases: int) -> IndexCounts:
+    """How full the index is."""
+    states = table.states
+    return IndexCounts(
+        ready=states.count(SlotState.READY),
+        writing=states.count(SlotState.WRITING),
+        free=states.count(SlotState.FREE),
+        quarantined=states.count(SlotState.QUARANTINED),
+        leases=num_leases,
+        plans=len(ledger.stores) + len(ledger.clears),
+        capacity=table.capacity,
+    )
 
 
 def contradictions(table: SlotTable, ledger: WriteLedger, leases: LeaseTable) -> list[str]:

@@ -36,6 +36,8 @@ class Deferred(Enum):
 
     KEY_BEING_WRITTEN = "the run to load is stopped by a key that an unfinished plan writes"
     ROOM_IN_USE = "the chunk to evict next is leased or being written, or slots wait to be settled"
+    NOT_WHOLE = "there is not room for all of it before chunks have been copied to the tier below"
+    BELOW = "part of the run to load is not in memory, but in a tier below"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +75,19 @@ class ClearPlan:
 
     `refs` were READY: no lookup finds them any more, and their slots stay unused until every holder has answered.
     `aborted` were being written: they count neither as removed nor as kept, and their slots come free by their own
-    store plan; a rank drops them too, lest they reappear when an index is rebuilt from the ranks. `num_kept` chunks
-    stay because they are leased.
+    store plan; a rank drops them too, lest they reappear when an index is rebuilt from the ranks. `kept` chunks stay
+    because they are leased.
     """
 
     plan_id: int
     refs: tuple[ChunkRef, ...]
     aborted: tuple[ChunkRef, ...]
-    num_kept: int
+    kept: tuple[ChunkRef, ...]
+
+    @property
+    def num_kept(self) -> int:
+        """Chunks that stay because they are leased."""
+        return len(self.kept)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from typing import Final
 
 import numpy as np
 
-from lmcache_ray.errors import ProtocolError
+from lmcache_ray.errors import ConfigError, ProtocolError
 from lmcache_ray.index.plans import ChunkRef, make_refs
 from lmcache_ray.index.policy import EvictionPolicy
 
@@ -56,7 +56,11 @@ class SlotState(IntEnum):
 class SlotTable:
     """Slots ``0 .. capacity - 1``, all FREE at first. `epoch` must be above that of every table before this one."""
 
-    def __init__(self, capacity: int, policy: EvictionPolicy, *, epoch: int) -> None:
+    def __init__(self, capacity: int, policy: EvictionPolicy, *, epoch: int, tells_ready: bool = False) -> None:
+        if not 1 <= capacity <= MAX_SLOTS:
+            raise ConfigError(f"an index has from 1 to {MAX_SLOTS} slots, not num_slots={capacity}")
+        if not 0 <= epoch < 1 << EPOCH_BITS:
+            raise ConfigError(f"epoch must be in 0 .. {(1 << EPOCH_BITS) - 1}, not {epoch}")
         self.capacity: Final = capacity
         self.policy: Final = policy
         self.states: Final = bytearray(capacity)
@@ -66,6 +70,7 @@ class SlotTable:
         self.free_slots: Final = array("i", range(capacity - 1, -1, -1))  # taken from the end: low numbers first
         self.next_generation = (epoch << COUNTER_BITS) + 1
         self._end_of_generations = (epoch + 1) << COUNTER_BITS
+        self._newly_ready: list[int] | None = [] if tells_ready else None
 
     def ready_run(self, keys: Iterable[bytes]) -> list[int]:
         """Slots of the leading READY keys."""
@@ -78,6 +83,33 @@ class SlotTable:
                 break
             append(slot)
         return run
+
+    def ready_among(self, keys: Iterable[bytes]) -> list[int]:
+        """Slots of those of `keys` that are READY, each once, in key order."""
+        states, ready = self.states, SlotState.READY.value
+        found = dict.fromkeys(slot for key in keys if (slot := self.slot_of.get(key)) is not None)
+        return [slot for slot in found if states[slot] == ready]
+
+    def ready_ref(self, key: bytes) -> ChunkRef | None:
+        """Where `key` lies, if it is READY."""
+        slot = self.slot_of.get(key)
+        if slot is None or self.states[slot] != SlotState.READY:
+            return None
+        return ChunkRef(key, slot, self.generation_of[slot])
+
+    def is_ready(self, ref: ChunkRef) -> bool:
+        """True while this very use of the slot is READY."""
+        return self.is_current(ref.slot, ref.generation) and self.states[ref.slot] == SlotState.READY
+
+    def is_writing(self, key: bytes) -> bool:
+        """True while an unfinished plan writes `key`."""
+        slot = self.slot_of.get(key)
+        return slot is not None and self.states[slot] == SlotState.WRITING
+
+    def is_run_being_written(self, keys: Sequence[bytes]) -> bool:
+        """True if the leading READY run is stopped by a key that an unfinished plan writes."""
+        num_ready = len(self.ready_run(keys))
+        return num_ready < len(keys) and keys[num_ready] in self.slot_of
 
     def refs(self, slots: Sequence[int]) -> tuple[ChunkRef, ...]:
         """The present use of slots, none of which is FREE."""
@@ -150,9 +182,42 @@ class SlotTable:
         for is_new, slots in groupby(used, newcomers.__contains__):
             (policy.admit if is_new else policy.touch)(slots)
 
+    def adopt(self, chunks: Sequence[tuple[bytes, int]]) -> list[int]:
+        """See `CacheIndex.adopt`."""
+        first = self._end_of_generations - (1 << COUNTER_BITS)
+        newest = {key: position for position, (key, _) in enumerate(chunks) if key not in self.slot_of}
+        kept = sorted(newest.values())[-len(self.free_slots) :] if self.free_slots else []
+        for (key, generation), slot in zip([chunks[at] for at in kept], self._take_free(len(kept)), strict=True):
+            if generation >= first:
+                raise ProtocolError(f"generation {generation} is of no earlier life; this one's are {first} and above")
+            self.slot_of[key] = slot
+            self.key_of[slot] = key
+            self.generation_of[slot] = generation
+            self.states[slot] = SlotState.READY
+            self.policy.admit((slot,))
+        return sorted(set(range(len(chunks))) - set(kept))
+
+    def evict(self, slots: Sequence[int]) -> None:
+        """READY to FREE at once: nobody need be asked, as `_evict` says."""
+        self._evict(slots)
+        for slot in slots:
+            self.free(slot)
+
     def mark_ready(self, slot: int) -> None:
         """WRITING to READY."""
         self.states[slot] = SlotState.READY
+        if self._newly_ready is not None:
+            self._newly_ready.append(slot)
+
+    def take_newly_ready(self) -> list[ChunkRef]:
+        """The chunks that have become READY since this was last asked, oldest first, as far as they are still there.
+
+        Nothing unless the table was made to tell.
+        """
+        slots = [slot for slot in self._newly_ready or () if self.states[slot] == SlotState.READY]
+        if self._newly_ready is not None:
+            self._newly_ready.clear()
+        return list(self.refs(slots))
 
     def withdraw(self, slot: int) -> None:
         """WRITING or READY to QUARANTINED: its key is unknown from now on."""

@@ -30,6 +30,18 @@ class StoreDraft:
     has_hole: bool
 
 
+@dataclass(frozen=True, slots=True)
+class TiersBelow:
+    """What a store must know of the tiers below: views that follow every change there.
+
+    Chunks in the slots of `held_back` must not be evicted before they have been copied below. A key that `holds` says
+    is cached there need not be stored again.
+    """
+
+    held_back: Container[int]
+    holds: Callable[[bytes], bool]
+
+
 class StorePlanner:
     """Drafts stores over a table. It only reads.
 
@@ -38,19 +50,31 @@ class StorePlanner:
     """
 
     def __init__(
-        self, table: SlotTable, *, pinned: Container[int], can_join: Callable[[int, int], bool]
+        self,
+        table: SlotTable,
+        *,
+        pinned: Container[int],
+        below: TiersBelow | None,
+        can_join: Callable[[int, int], bool],
     ) -> None:
         self._table: Final = table
         self._pinned: Final = pinned
+        self._held_back: Final[Container[int]] = () if below is None else below.held_back
+        self._is_below: Final = None if below is None else below.holds
         self._can_join: Final = can_join
 
-    def draft(self, keys: Sequence[bytes], *, start: int, joiner: int, defer: bool) -> StoreDraft | Deferred:
+    def draft(
+        self, keys: Sequence[bytes], *, start: int, joiner: int, defer: bool, whole: bool, copy_up: bool
+    ) -> StoreDraft | Deferred:
         """Draft the store of ``keys[start:]``; nothing is stored if a key before `start` is unknown.
 
         `joiner` is the bit of the rank that stores alone and may join others, or 0. With `defer`, Deferred if the draft
-        might be another once all unfinished work has been done.
+        might be another once all unfinished work has been done; with `whole`, if not all of it fits. `copy_up`: what a
+        tier below has is missing too.
         """
         num_ready, present, missing, joined, has_hole = self._scan(keys, start, joiner)
+        if missing and self._is_below is not None and not copy_up:
+            missing = {key: position for key, position in missing.items() if not self._is_below(key)}
         if missing and next(iter(missing.values())) < start:
             return StoreDraft(present, {}, {}, [], num_ready, 0, has_hole)
         num_free = len(self._table.free_slots)
@@ -62,6 +86,8 @@ class StorePlanner:
         room = num_free + len(victims)
         if room == len(missing):
             return StoreDraft(present, joined, missing, victims, num_ready, 0, has_hole)
+        if whole:
+            return Deferred.NOT_WHOLE
         if defer and SlotState.QUARANTINED in self._table.states:
             return Deferred.ROOM_IN_USE
         first_refused = next(islice(missing.values(), room, None))
@@ -96,14 +122,14 @@ class StorePlanner:
         With `defer`, Deferred at the first other slot on the way that will be evictable once its reader or writer is
         done: then it would be the next victim. Own slots are no victims now or later.
         """
-        states, pinned, ready = self._table.states, self._pinned, SlotState.READY.value
+        states, pinned, held_back, ready = self._table.states, self._pinned, self._held_back, SlotState.READY.value
         victims: list[int] = []
         for slot in self._table.policy.candidates():
             if len(victims) == num_wanted:
                 break
             if slot in own:
                 continue
-            if states[slot] == ready and slot not in pinned:
+            if states[slot] == ready and slot not in pinned and slot not in held_back:
                 victims.append(slot)
             elif defer:
                 return Deferred.ROOM_IN_USE

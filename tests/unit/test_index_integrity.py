@@ -23,7 +23,7 @@ def index() -> CacheIndex:
 
 
 def set_state(slot: int, state: SlotState) -> Callable[[CacheIndex], object]:
-    return lambda index: index._table.states.__setitem__(slot, state)
+    return lambda index: index.table.states.__setitem__(slot, state)
 
 
 DAMAGE: dict[str, tuple[Callable[[CacheIndex], object], str]] = {
@@ -31,20 +31,20 @@ DAMAGE: dict[str, tuple[Callable[[CacheIndex], object], str]] = {
     "free called ready": (set_state(4, SlotState.READY), "slot 4 is READY but its key is None"),
     "writing called ready": (set_state(2, SlotState.READY), "slot 2 is READY with answers owed"),
     "ready called writing": (set_state(1, SlotState.WRITING), "slot 1 is WRITING with answers owed by 0"),
-    "leased chunk withdrawn": (lambda index: index._table.withdraw(0), "slot 0 is leased but QUARANTINED"),
-    "quarantined slot freed": (lambda index: index._table.free(3), "slot 3 is FREE with answers owed by 10"),
-    "free slot listed twice": (lambda index: index._table.free_slots.append(4), "slot 4 is 2 times in the free list"),
-    "free slot lost": (lambda index: index._table.free_slots.pop(), "is FREE but not listed"),
-    "key map lost a key": (lambda index: index._table.slot_of.pop(b"b"), "slot 1 is READY but its key is mapped to N"),
-    "two keys one slot": (lambda index: index._table.slot_of.__setitem__(b"z", 1), "key 7a is mapped to slot 1"),
-    "policy lost a slot": (lambda index: index._table.policy.remove([1]), "slot 1 is in the map but not in the evict"),
-    "policy has a free slot": (lambda index: index._table.policy.admit([4]), "slot 4 is in the eviction order but not"),
+    "leased chunk withdrawn": (lambda index: index.table.withdraw(0), "slot 0 is leased but QUARANTINED"),
+    "quarantined slot freed": (lambda index: index.table.free(3), "slot 3 is FREE with answers owed by 10"),
+    "free slot listed twice": (lambda index: index.table.free_slots.append(4), "slot 4 is 2 times in the free list"),
+    "free slot lost": (lambda index: index.table.free_slots.pop(), "is FREE but not listed"),
+    "key map lost a key": (lambda index: index.table.slot_of.pop(b"b"), "slot 1 is READY but its key is mapped to N"),
+    "two keys one slot": (lambda index: index.table.slot_of.__setitem__(b"z", 1), "key 7a is mapped to slot 1"),
+    "policy lost a slot": (lambda index: index.table.policy.remove([1]), "slot 1 is in the map but not in the evict"),
+    "policy has a free slot": (lambda index: index.table.policy.admit([4]), "slot 4 is in the eviction order but not"),
     "generation used twice": (
-        lambda index: index._table.generation_of.__setitem__(1, index._table.generation_of[0]),
+        lambda index: index.table.generation_of.__setitem__(1, index.table.generation_of[0]),
         "has 2 slots",
     ),
     "generation not issued": (
-        lambda index: index._table.generation_of.__setitem__(1, 1 << 60),
+        lambda index: index.table.generation_of.__setitem__(1, 1 << 60),
         f"generation {1 << 60} is not issued",
     ),
     "pin without lease": (lambda index: index._leases._pins.__setitem__(1, 1), "slot 1 has 1 pins but 0 leases"),
@@ -68,8 +68,8 @@ def test_damage_is_found(index: CacheIndex, name: str) -> None:
 
 
 def test_all_contradictions_are_listed(index: CacheIndex) -> None:
-    index._table.free_slots.append(4)
-    index._table.policy.remove([1])
+    index.table.free_slots.append(4)
+    index.table.policy.remove([1])
     with pytest.raises(IntegrityError, match=r"free list.*eviction order"):
         index.check_integrity()
 

@@ -61,7 +61,7 @@ def test_no_slot_is_in_two_uses_and_generations_grow_from_the_epoch() -> None:
 def test_the_last_generation_of_an_epoch_is_the_last() -> None:
     index = make_index(4)
     store(index, "ab")
-    index._table.next_generation = (2 << 40) - 1
+    index.table.next_generation = (2 << 40) - 1
     with pytest.raises(ProtocolError, match="generation"):
         prepare(index, "cdef")
     index.check_integrity()

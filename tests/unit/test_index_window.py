@@ -142,7 +142,7 @@ def test_a_deferred_store_leaves_no_trace_of_its_request() -> None:
     before, counts = list(index.entries()), index.counts()
     outcome = index.prepare_request(keys_of("abefg"), lease_id="l", client="c", now=0.0, defer=True)
     assert outcome is Deferred.ROOM_IN_USE
-    assert index.prepare_store(keys_of("abefg"), client="c", now=0.0, defer=True) is Deferred.ROOM_IN_USE
+    assert index.try_store(keys_of("abefg"), client="c", now=0.0, defer=True) is Deferred.ROOM_IN_USE
     assert list(index.entries()) == before and index.counts() == counts
     finish(index, writing)
     planned = index.prepare_request(keys_of("abefg"), lease_id="l", client="c", now=0.0, defer=True)
@@ -151,9 +151,9 @@ def test_a_deferred_store_leaves_no_trace_of_its_request() -> None:
 
 def test_refusing_room_is_deferred_while_slots_wait_to_be_settled() -> None:
     index = occupied_index(3, "LRU", num_leased=0, num_quarantined=1)
-    assert index.prepare_store(keys_of("abc"), client="c", now=0.0, defer=True) is Deferred.ROOM_IN_USE
+    assert index.try_store(keys_of("abc"), client="c", now=0.0, defer=True) is Deferred.ROOM_IN_USE
     index.settle(1, index.unsettled(1))
-    planned = index.prepare_store(keys_of("abcd"), client="c", now=0.0, defer=True)
+    planned = index.try_store(keys_of("abcd"), client="c", now=0.0, defer=True)
     assert isinstance(planned, StorePlan) and planned.num_refused == 1
 
 

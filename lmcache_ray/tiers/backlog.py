@@ -1,0 +1,83 @@
+"""READY chunks that wait to be copied to one tier below, in the groups in which they became READY. Pure.
+
+A group is what one prompt added: it goes down in one piece, so that the tier below gives up tails before heads too.
+While a chunk waits its slot is not evicted, and the index asks for that slot by slot; hence the second, flat view.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from math import inf
+from typing import Final
+
+from lmcache_ray.index.plans import ChunkRef
+
+
+class Backlog:
+    """The chunks that wait for one tier, and those on their way; no more than `max_slots` together.
+
+    Beyond that the groups that have waited longest are let go, and counted in `num_dropped`.
+    """
+
+    def __init__(self, max_slots: int | None = None) -> None:
+        self._max_slots: Final = inf if max_slots is None else max_slots
+        self._groups: deque[Sequence[ChunkRef]] = deque()
+        self._generation_of: dict[int, int] = {}
+        self.num_dropped = 0
+
+    def __contains__(self, slot: object) -> bool:
+        """Whether the slot's chunk waits or is on its way."""
+        return slot in self._generation_of
+
+    def __len__(self) -> int:
+        return len(self._generation_of)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a group waits that nobody has taken."""
+        return bool(self._groups)
+
+    def add(self, group: Sequence[ChunkRef]) -> None:
+        """Chunks that have become READY together, in prompt order."""
+        self._groups.append(group)
+        self._generation_of.update((ref.slot, ref.generation) for ref in group)
+        while len(self._generation_of) > self._max_slots and self._groups:
+            self.num_dropped += self._forget(self._groups.popleft())
+
+    def take(self) -> list[ChunkRef]:
+        """The group that has waited longest, as far as it was not forgotten; it counts as on its way until `done`."""
+        while self._groups:
+            group = [ref for ref in self._groups.popleft() if self._holds(ref)]
+            if group:
+                return group
+        return []
+
+    def done(self, refs: Iterable[ChunkRef]) -> None:
+        """These have been copied, will not be, or are not in memory any more."""
+        self._forget(refs)
+
+    def drop_all(self) -> int:
+        """Let go of all that wait or are on their way; how many these were."""
+        number = len(self._generation_of)
+        self._groups.clear()
+        self._generation_of.clear()
+        self.num_dropped += number
+        return number
+
+    def _holds(self, ref: ChunkRef) -> bool:
+        return self._generation_of.get(ref.slot) == ref.generation
+
+    def _forget(self, refs: Iterable[ChunkRef]) -> int:
+        held = [ref.slot for ref in refs if self._holds(ref)]
+        for slot in held:
+            del self._generation_of[slot]
+        return len(held)
+
+
+class HeldBack:
+    """The slots that any of several backlogs holds, as one view for the index."""
+
+    def __init__(self, backlogs: Iterable[Backlog]) -> None:
+        self._backlogs: Final = tuple(backlogs)
+
+    def __contains__(self, slot: object) -> bool:
+        return any(slot in backlog for backlog in self._backlogs)

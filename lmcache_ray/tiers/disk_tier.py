@@ -1,0 +1,215 @@
+"""The disk tier of a world, seen from where the index is: opens it, and carries out what was planned, on every rank.
+
+Each method makes one round of calls to the ranks, without holding the index's lock, and reports what came of it. A
+file that could not be deleted is remembered and deleted with the rank's next deletions: until then it is only room
+that is taken, since nobody will ever ask for its generation again.
+"""
+
+import secrets
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from lmcache_ray.errors import DirectoryTakenError
+from lmcache_ray.index.cache_index import CacheIndex
+from lmcache_ray.index.plans import ChunkRef
+from lmcache_ray.index.slot_table import COUNTER_BITS, EPOCH_BITS
+from lmcache_ray.index_service import IndexService
+from lmcache_ray.storage.remote import RemoteChunk
+from lmcache_ray.tiers.calls import RankAnswer, TierCall, TierRanks, problems_of
+from lmcache_ray.tiers.health import TierHealth
+from lmcache_ray.tiers.promotion import Promotion
+from lmcache_ray.tiers.spec import Tier
+from lmcache_ray.tiers.traffic import TierTraffic
+from lmcache_ray.tiers.write_behind import complete_disk_writes, next_disk_writes
+
+_NEW_EPOCHS: Final = 1 << 20
+"""Where nothing is found the epoch is drawn, so that files of a rank that is away now are not taken for new ones."""
+
+_LAST_EPOCH: Final = (1 << EPOCH_BITS) - 1
+
+MakeDiskIndex = Callable[[int, int], CacheIndex]
+"""``make_disk_index(capacity, epoch)``: an empty index of the disk's chunks."""
+
+
+class DiskTier:
+    """Calls of one thread at a time for writing; any thread may read, delete and look."""
+
+    def __init__(
+        self,
+        service: IndexService,
+        ranks: TierRanks,
+        make_index: MakeDiskIndex,
+        *,
+        chunks_at_once: int,
+        timeout_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self.health: Final = TierHealth()
+        self.traffic: Final = TierTraffic()
+        self.directories: dict[int, str] = {}
+        self._service = service
+        self._ranks = ranks
+        self._make_index = make_index
+        self._chunks_at_once = chunks_at_once
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._lock = threading.Lock()  # guards `_owed`
+        self._owed: dict[int, list[ChunkRef]] = {rank: [] for rank in ranks.holders}
+
+    # -- opening ------------------------------------------------------------------------------------------------------
+
+    def open(self, timeout_s: float) -> None:
+        """Have every rank look into its directory; what all of them have is cached, the rest is deleted.
+
+        A directory that cannot be used puts the tier out of order. Raises `DirectoryTakenError` if one belongs to
+        another living cluster.
+        """
+        answers = self._ask(TierCall("open_disk"), timeout_s)
+        for answer in answers.values():
+            if answer.found.problem_with_owner is not None:
+                raise DirectoryTakenError(answer.found.problem_with_owner)
+        if not self._judge(answers):
+            return
+        found = {rank: answer.found for rank, answer in answers.items()}
+        self.directories = {rank: one.directory for rank, one in found.items()}
+        first, *others = ([entry for entry in one.entries if _epoch_of(entry) < _LAST_EPOCH] for one in found.values())
+        everywhere = set(first).intersection(*others)
+        common = [entry for entry in first if entry in everywhere]
+        epochs = [_epoch_of(entry) for entries in (first, *others) for entry in entries]
+        epoch = max(epochs, default=secrets.randbelow(_NEW_EPOCHS)) + 1
+        disk = self._make_index(min(one.capacity for one in found.values()), epoch)
+        left_out = {common[position] for position in disk.adopt(common)}
+        with self._service.at_now() as (index, _):
+            index.disk = disk
+        kept = everywhere - left_out
+        for rank, one in found.items():
+            self.delete([ChunkRef(key, 0, generation) for key, generation in set(one.entries) - kept], ranks=(rank,))
+
+    # -- down ---------------------------------------------------------------------------------------------------------
+
+    def write_some(self) -> bool:
+        """Copy some of the chunks that wait for the disk; False if none does."""
+        with self._service.at_now() as (index, now):
+            backlog = index.backlogs[Tier.DISK]
+            writes = next_disk_writes(index, most=self._chunks_at_once, now=now)
+        if writes is None:
+            return False
+        call = TierCall("write_disk", (writes.sources, writes.targets, writes.evicted))
+        answers = self._ask(call, self._timeout_s)
+        self._owe(writes.evicted, [rank for rank in self._ranks.holders if rank not in answers])
+        with self._service.at_now() as (index, _):
+            unwritten = complete_disk_writes(index, writes, {rank: answer.done for rank, answer in answers.items()})
+            self.traffic.dropped = backlog.num_dropped
+        self.traffic.written += len(writes.targets) - len(unwritten)
+        self.traffic.failed += len(unwritten)
+        self.traffic.evicted += len(writes.evicted)
+        if not self._judge(answers):
+            self._drop_backlog()
+        if unwritten:
+            self.delete(unwritten)
+        self._service.tell_moved()
+        return True
+
+    def suspend(self, problem: str) -> None:
+        """Hold nothing back for the disk until `resume`: what waits is let go, and can be evicted from memory."""
+        self.health.failed(problem, self._clock())
+        self._drop_backlog()
+
+    def _drop_backlog(self) -> None:
+        with self._service.at_now() as (index, _):
+            index.suspended.add(Tier.DISK)
+            index.backlogs[Tier.DISK].drop_all()
+            index.trim()
+            self.traffic.dropped = index.backlogs[Tier.DISK].num_dropped
+
+    def resume(self) -> None:
+        """Try again, if it is time: open the directories if they are not, and take what is stored from now on."""
+        if self.health.is_good or not self.health.may_try(self._clock()):
+            return
+        with self._service.at_now() as (index, _):
+            is_open = index.disk is not None
+            if is_open:
+                index.suspended.discard(Tier.DISK)
+        if not is_open:
+            self.open(self._timeout_s)
+
+    # -- up -----------------------------------------------------------------------------------------------------------
+
+    def read(self, promotions: Sequence[Promotion[RemoteChunk]], timeout_s: float) -> dict[int, RankAnswer]:
+        """Fill memory's slots of the promotions from the files, as one call to each rank; flags in their order."""
+        targets = [promotion.refs[at] for promotion in promotions for at in promotion.disk]
+        sources = [promotion.disk[at] for promotion in promotions for at in promotion.disk]
+        if not targets:
+            return {}
+        answers = self._ask(TierCall("read_disk", (targets, sources)), timeout_s)
+        self._judge(answers)
+        return answers
+
+    # -- away ---------------------------------------------------------------------------------------------------------
+
+    def delete(self, chunks: Sequence[ChunkRef], *, ranks: Sequence[int] | None = None) -> tuple[int, ...]:
+        """Delete files on these ranks (None: all), and what is owed there; the ranks that could not do it yet."""
+        ranks = tuple(self._ranks.holders) if ranks is None else ranks
+        self._owe(chunks, ranks)
+        with self._lock:
+            owed = {rank: tuple(self._owed[rank]) for rank in ranks if self._owed[rank]}
+        answers = self._ranks.ask(
+            {rank: TierCall("delete_disk", (refs,)) for rank, refs in owed.items()}, timeout_s=self._timeout_s
+        )
+        done = [rank for rank, answer in answers.items() if answer.problem is None]
+        with self._lock:
+            for rank in done:
+                self._owed[rank] = self._owed[rank][len(owed[rank]) :]
+        return tuple(rank for rank in owed if rank not in done)
+
+    def check(self, *, repair: bool, timeout_s: float) -> list[str]:
+        """Compare index and files in both directions, reading every file; what was found, a sentence each.
+
+        With `repair`, files of no use are deleted, and chunks without a sound file on every rank are forgotten.
+        Meaningful while nothing is stored. Raises nothing: a rank that does not answer is a finding.
+        """
+        with self._service.at_now() as (index, _):
+            refs = [] if index.disk is None else [ref for ref, _ in index.disk.entries()]
+        expected = [(ref.key, ref.generation) for ref in refs]
+        answers = self._ask(TierCall("check_disk", (expected, repair)), timeout_s)
+        problems = problems_of(answers, self._ranks.holders, timeout_s)
+        findings = [finding for answer in answers.values() for finding in answer.checked.findings]
+        lost = {chunk for answer in answers.values() for chunk in answer.checked.lost}
+        if repair and lost:
+            with self._service.at_now() as (index, _):
+                assert index.disk is not None  # something was expected
+                gone = [ref for ref in refs if (ref.key, ref.generation) in lost]
+                forgotten = index.disk.evict(gone, even_leased=True)
+            self.delete(forgotten)
+        return problems + findings
+
+    def close(self) -> None:
+        """Tell the files when their chunks were last used, for the next life."""
+        with self._service.at_now() as (index, _):
+            refs = [] if index.disk is None else [ref for ref, _ in index.disk.entries()]
+        if refs:
+            self._ask(TierCall("touch_disk", ([(ref.key, ref.generation) for ref in refs],)), self._timeout_s)
+
+    # -- parts --------------------------------------------------------------------------------------------------------
+
+    def _ask(self, call: TierCall, timeout_s: float) -> dict[int, RankAnswer]:
+        return self._ranks.ask(dict.fromkeys(self._ranks.holders, call), timeout_s=timeout_s)
+
+    def _owe(self, chunks: Sequence[ChunkRef], ranks: Sequence[int]) -> None:
+        with self._lock:
+            for rank in ranks:
+                self._owed[rank] += chunks
+
+    def _judge(self, answers: Mapping[int, RankAnswer]) -> bool:
+        """Whether the tier is good, by these answers."""
+        problems = problems_of(answers, self._ranks.holders, self._timeout_s)
+        if problems:
+            self.health.failed(problems[0], self._clock())
+        else:
+            self.health.went_well()
+        return not problems
+
+
+def _epoch_of(entry: tuple[bytes, int]) -> int:
+    return entry[1] >> COUNTER_BITS

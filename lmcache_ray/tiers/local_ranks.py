@@ -1,0 +1,35 @@
+"""The ranks of an in-process world as `TierRanks`: each answers in a thread of its own."""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+
+from lmcache_ray.tiers.calls import RankAnswer, TierCall
+from lmcache_ray.tiers.rank_tiers import RankTiers
+
+
+class LocalTierRanks:
+    """A `TierRanks` over ranks of this process. Thread-safe.
+
+    A call that is stuck, in a dead filesystem for example, keeps its thread; there are some for each rank.
+    """
+
+    def __init__(self, ranks: Mapping[int, RankTiers]) -> None:
+        self._ranks = dict(ranks)
+        self._threads = ThreadPoolExecutor(4 * max(1, len(self._ranks)), thread_name_prefix="tier-ranks")
+
+    @property
+    def holders(self) -> Sequence[int]:
+        """See `TierRanks`."""
+        return tuple(self._ranks)
+
+    def ask(self, calls: Mapping[int, TierCall], *, timeout_s: float) -> dict[int, RankAnswer]:
+        """See `TierRanks`."""
+        futures = {self._threads.submit(self._ranks[rank].run, call): rank for rank, call in calls.items()}
+        done, _ = wait(futures, timeout=timeout_s)
+        return {futures[future]: future.result() for future in done}
+
+    def close(self) -> None:
+        """Close every rank's tiers. Idempotent."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for rank in self._ranks.values():
+            rank.close()

@@ -1,0 +1,233 @@
+"""Bringing chunks up: what a prompt has in the tiers below is copied into memory before somebody loads it.
+
+It happens in the thread of whoever is about to load, who waits for it no longer than its call may take; a lookup may
+start it beforehand. What is read is planned in `promotion.py`; what is of no use is forgotten here, and counted.
+"""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import count
+from typing import Final
+
+from lmcache_ray.index.plans import Deferred
+from lmcache_ray.index_service import IndexService
+from lmcache_ray.storage.remote import RemoteChunk
+from lmcache_ray.tiers.calls import ChunkOutcome, RankAnswer
+from lmcache_ray.tiers.disk_tier import DiskTier
+from lmcache_ray.tiers.promotion import Promotion, complete_promotion, plan_promotion
+from lmcache_ray.tiers.remote_tier import RemoteTier
+from lmcache_ray.tiers.spec import Tier
+from lmcache_ray.tiers.tiered_index import TieredIndex
+
+_NUM_PREFETCHES: Final = 2
+_POLL_S: Final = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Promoted:
+    """How many chunks of a prompt were brought into memory, by where they came from."""
+
+    disk: int = 0
+    remote: int = 0
+
+
+class Promoter:
+    """The way up from `disk` and `remote`, as far as there are any. Thread-safe.
+
+    `pin_s` is how long promoted chunks stay pinned for the load that follows.
+    """
+
+    def __init__(
+        self,
+        service: IndexService,
+        *,
+        disk: DiskTier | None,
+        remote: RemoteTier | None,
+        pin_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._service = service
+        self._disk = disk
+        self._remote = remote
+        self._pin_s = pin_s
+        self._clock = clock
+        self._is_closed = False
+        self._lock = threading.Lock()  # guards `_coming`
+        self._coming: set[str] = set()
+        self._prefetching = ThreadPoolExecutor(_NUM_PREFETCHES, thread_name_prefix="prefetch")
+
+    def close(self) -> None:
+        """Begin no more prefetches."""
+        self._is_closed = True
+        self._prefetching.shutdown(wait=False, cancel_futures=True)
+
+    def may_have_more(self, keys: Sequence[bytes]) -> bool:
+        """Whether `promote` might bring chunks of this prompt into memory."""
+        if self._disk is None and self._remote is None:
+            return False
+        with self._service.at_now() as (index, _):
+            return self.may_have_more_in(index, keys)
+
+    def may_have_more_in(self, index: TieredIndex, keys: Sequence[bytes]) -> bool:
+        """The same, for who has the index already."""
+        tiers = index.run(keys)
+        return Tier.DISK in tiers or self.may_find_more(keys, len(tiers))
+
+    def may_find_more(self, keys: Sequence[bytes], num_cached: int) -> bool:
+        """Whether the remote store is there to be asked for what comes behind the first `num_cached` keys."""
+        return self._remote is not None and num_cached < len(keys) and self._remote.is_asked
+
+    def locate(self, keys: Sequence[bytes], *, timeout_s: float) -> list[Tier]:
+        """The fastest tier that has each of the leading keys, the remote store included."""
+        tiers = self._service.locate(keys)
+        return tiers + [Tier.REMOTE] * len(self._find(keys, len(tiers), timeout_s))
+
+    def look_further(self, keys: Sequence[bytes], num_cached: int, *, client: str, timeout_s: float) -> int:
+        """The leading keys that are cached, the remote store included; what is there begins to come up."""
+        found = self._find(keys, num_cached, timeout_s)
+        num_cached = min(num_cached + len(found), self._service.capacity)
+        lease_id = f"prefetch/{client}/{keys[num_cached - 1].hex()}" if found else ""
+        with self._lock:
+            if not found or lease_id in self._coming or self._is_closed:
+                return num_cached
+            self._coming.add(lease_id)
+        self._prefetching.submit(self._prefetch, keys[:num_cached], lease_id, client)
+        return num_cached
+
+    def _prefetch(self, keys: Sequence[bytes], lease_id: str, client: str) -> None:
+        try:
+            self.promote([keys], [lease_id], client=client, timeout_s=self._pin_s)
+        finally:
+            with self._lock:
+                self._coming.discard(lease_id)
+
+    def _find(self, keys: Sequence[bytes], num_cached: int, timeout_s: float) -> Mapping[bytes, RemoteChunk]:
+        """The run from number `num_cached` on that the remote store has; nothing if it does not answer."""
+        if self._remote is None or not self.may_find_more(keys, num_cached):
+            return {}
+        return self._remote.find(keys[num_cached:], timeout_s=timeout_s)
+
+    def promote(
+        self,
+        prompts: Sequence[Sequence[bytes]],
+        lease_ids: Sequence[str],
+        *,
+        client: str,
+        timeout_s: float,
+    ) -> list[Promoted]:
+        """Bring the cached run of the leading prompts into memory, as many as fit there together: at least one.
+
+        Prompt i is pinned under ``lease_ids[i]`` for a load that follows. What cannot be read in time, or at all, is
+        left where it is, or forgotten if it is of no use there.
+        """
+        deadline = self._clock() + timeout_s
+        promotions = self._plan(prompts, lease_ids, client, deadline)
+        remaining_s = max(_POLL_S, deadline - self._clock())
+        on_disk = self._disk.read(promotions, remaining_s) if self._disk is not None else {}
+        from_remote = self._remote.load(promotions, remaining_s) if self._remote is not None else {}
+        promoted = [
+            self._complete(promotion, _part_of(promotions, promotion, on_disk, from_remote)) for promotion in promotions
+        ]
+        self._service.tell_moved()
+        for promotion in promotions:
+            self._await_others(promotion, deadline)
+        return promoted
+
+    def wait_for_room(self, timeout_s: float) -> None:
+        """Return when chunks have been copied down, so that a store may find room now, or after `timeout_s`."""
+        with self._service.at_now() as (index, _):
+            num_behind = index.num_behind
+        self._service.wait_until(lambda index: not index.num_behind or index.num_behind != num_behind, timeout_s)
+
+    def _plan(
+        self, prompts: Sequence[Sequence[bytes]], lease_ids: Sequence[str], client: str, deadline: float
+    ) -> list[Promotion[RemoteChunk]]:
+        promotions: list[Promotion[RemoteChunk]] = []
+        for keys, lease_id in zip(prompts, lease_ids, strict=True):
+            found = self._find(keys, len(self._service.locate(keys)), max(0.0, deadline - self._clock()) / 2)
+            while True:
+                is_patient = self._clock() < deadline
+                with self._service.at_now() as (index, now):
+                    planned = plan_promotion(
+                        index,
+                        keys,
+                        found,
+                        lease_id=lease_id,
+                        client=client,
+                        now=now,
+                        timeout_s=self._pin_s,
+                        whole=bool(promotions) or (is_patient and index.num_behind > 0),
+                    )
+                if not isinstance(planned, Deferred):
+                    promotions.append(planned)
+                    break
+                if promotions:
+                    return promotions
+                self.wait_for_room(_POLL_S)
+        return promotions
+
+    def _complete(
+        self, promotion: Promotion[RemoteChunk], outcomes: Mapping[int, Sequence[ChunkOutcome]]
+    ) -> Promoted:
+        """Take in what the ranks have done, and forget what was of no use to any of them."""
+        positions = range(len(promotion.refs))
+        worst = [max((of_rank[at] for of_rank in outcomes.values()), default=ChunkOutcome.NOT_DONE) for at in positions]
+        flags = {rank: [one is ChunkOutcome.DONE for one in of_rank] for rank, of_rank in outcomes.items()}
+        gone = [at for at in positions if worst[at].is_gone]
+        with self._service.at_now() as (index, now):
+            lost = complete_promotion(index, promotion, flags, gone=gone, now=now, timeout_s=self._pin_s)
+            is_up = [index.memory.table.is_ready(ref) for ref in promotion.refs]
+        if self._disk is not None:
+            for at in promotion.disk:
+                self._disk.traffic.note_read(worst[at])
+            if lost:
+                self._disk.delete(lost)
+        if self._remote is not None and promotion.remote:
+            self._remote.note_loaded({promotion.remote[at]: worst[at] for at in promotion.remote})
+        return Promoted(sum(is_up[at] for at in promotion.disk), sum(is_up[at] for at in promotion.remote))
+
+    def _await_others(self, promotion: Promotion[RemoteChunk], deadline: float) -> None:
+        """Chunks that another caller is bringing up are waited for, and pinned as well."""
+        for waited in count():
+            if waited:
+                self._service.wait_until(lambda _: False, _POLL_S)
+            is_late = self._clock() >= deadline
+            with self._service.at_now() as (index, now):
+                table = index.memory.table
+                others = [key for key in promotion.keys if table.is_writing(key)]
+                if not is_late and any(table.generation_of[table.slot_of[key]] in index.coming_up for key in others):
+                    continue
+                if waited:
+                    ready = promotion.keys[: len(table.ready_run(promotion.keys))]
+                    index.memory.hold(ready, promotion.lease_id, promotion.client, now, timeout_s=self._pin_s)
+                return
+
+
+def _part_of(
+    promotions: Sequence[Promotion[RemoteChunk]],
+    wanted: Promotion[RemoteChunk],
+    on_disk: Mapping[int, RankAnswer],
+    from_remote: Mapping[int, RankAnswer],
+) -> dict[int, list[ChunkOutcome]]:
+    """Per rank that answered, the outcome of each of the wanted promotion's refs."""
+    before = promotions[: promotions.index(wanted)]
+    disk_begin, remote_begin = sum(len(one.disk) for one in before), sum(len(one.remote) for one in before)
+    ranks = set(on_disk) | set(from_remote)
+    if wanted.disk:
+        ranks &= set(on_disk)
+    if wanted.remote:
+        ranks &= set(from_remote)
+    outcomes: dict[int, list[ChunkOutcome]] = {}
+    for rank in ranks:
+        of_rank = dict.fromkeys(range(len(wanted.refs)), ChunkOutcome.NOT_DONE)
+        for positions, answers, begin in (
+            (wanted.disk, on_disk, disk_begin),
+            (wanted.remote, from_remote, remote_begin),
+        ):
+            if positions:  # a rank that could do nothing answered without outcomes
+                of_rank_here = answers[rank].outcomes[begin : begin + len(positions)]
+                of_rank.update(zip(positions, map(ChunkOutcome, of_rank_here), strict=False))
+        outcomes[rank] = list(of_rank.values())
+    return outcomes

@@ -1,0 +1,247 @@
+"""One rank's part in the tiers: moves chunks between its arena and its disk, or the remote store, as it is told.
+
+It decides nothing. Whatever stands in its way is an answer, not an exception: the tier is then out of order, and the
+chunks are misses. Copies out of a slot count only if the slot was COMMITTED with the plan's generation after the last
+byte was read; copies into one go through the shard, as every other write does.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+import numpy as np
+
+from lmcache_ray.errors import DirectoryTakenError, StorageError
+from lmcache_ray.index.plans import ChunkRef
+from lmcache_ray.layout import WorldLayout
+from lmcache_ray.shard import EngineShard
+from lmcache_ray.storage.directory_lock import DirectoryOwner
+from lmcache_ray.storage.disk import RankDisk, StoredChunk
+from lmcache_ray.storage.disk_space import disk_capacity
+from lmcache_ray.storage.faults import ChunkFault, ReadResult
+from lmcache_ray.storage.remote import RemoteChunk, RemoteChunks
+from lmcache_ray.tiers.calls import CheckedDisk, ChunkOutcome, DiskFound, RankAnswer, TierCall
+from lmcache_ray.tiers.spec import DiskSpec
+
+_NUM_THREADS: Final = 2
+_OUTCOME_OF: Final = {
+    ChunkFault.MISSING: ChunkOutcome.MISSING,
+    ChunkFault.DAMAGED: ChunkOutcome.DAMAGED,
+    ChunkFault.UNREADABLE: ChunkOutcome.UNREADABLE,
+}
+
+
+class RankTiers:
+    """The tiers of rank `rank`, whose memory is `shard`. Thread-safe; one call at a time opens or closes the disk.
+
+    `disk` and `owner` say where its directory is and whose; `remote` is the world's remote store, if it has one.
+    """
+
+    def __init__(
+        self,
+        shard: EngineShard,
+        layout: WorldLayout,
+        rank: int,
+        *,
+        disk: DiskSpec | None,
+        owner: DirectoryOwner,
+        remote: RemoteChunks | None,
+    ) -> None:
+        self._shard = shard
+        self._layout = layout
+        self._rank = rank
+        self._spec = disk
+        self._owner = owner
+        self._remote = remote
+        self._disk: RankDisk | None = None
+        self._lock = threading.Lock()  # guards `_withdrawn`
+        self._withdrawn: set[StoredChunk] = set()
+        self._opening = threading.Lock()
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix=f"tiers-{rank}")
+        calls: tuple[Callable[..., RankAnswer], ...] = (
+            self.open_disk, self.write_disk, self.read_disk, self.delete_disk, self.touch_disk, self.check_disk,
+            self.put_remote, self.load_remote,
+        )  # fmt: skip
+        self._calls = {call.__name__: call for call in calls}
+
+    def run(self, call: TierCall) -> RankAnswer:
+        """Carry a call out. It does not raise for what is wrong with the place where chunks are kept."""
+        try:
+            return self._calls[call.name](*call.arguments)
+        except StorageError as error:
+            return RankAnswer(problem=str(error))
+
+    def close(self) -> None:
+        """Give the directory back; chunks that are being copied are not waited for. Idempotent."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._opening:
+            if self._disk is not None:
+                self._disk.close()
+                self._disk = None
+        if self._remote is not None:
+            self._remote.close()
+
+    # -- disk ---------------------------------------------------------------------------------------------------------
+
+    def open_disk(self) -> RankAnswer:
+        """Open the rank's directory, if it is not open, and say what is in it."""
+        if self._spec is None:
+            return RankAnswer(problem="no disk is configured")
+        with self._opening:
+            try:
+                if self._disk is None:
+                    self._disk = RankDisk.open(
+                        self._spec.root,
+                        owner=self._owner,
+                        layout=self._layout,
+                        rank=self._rank,
+                        max_nbytes=self._spec.max_nbytes,
+                    )
+                found = self._disk.inventory()
+            except DirectoryTakenError as error:
+                return RankAnswer(problem=str(error), found=DiskFound(problem_with_owner=str(error)))
+        return RankAnswer(
+            found=DiskFound(
+                entries=[(chunk.key, chunk.generation) for chunk in found.entries],
+                capacity=disk_capacity(self._spec.max_nbytes, self._layout, self._rank),
+                directory=str(self._disk.directory),
+                num_temporary=found.num_temporary,
+                num_damaged=found.num_damaged,
+            )
+        )
+
+    def write_disk(
+        self, sources: Sequence[ChunkRef], targets: Sequence[ChunkRef], evicted: Sequence[ChunkRef]
+    ) -> RankAnswer:
+        """Delete the files of `evicted`, then copy each of `sources` out of memory to the file of its target."""
+        disk = self._opened()
+        disk.delete(map(_stored, evicted))
+
+        def write(position: int) -> ChunkOutcome:
+            source, target = sources[position], _stored(targets[position])
+            data = self._shard.slots.chunk(source.slot, source.generation, source.key)
+            if data is None:
+                return ChunkOutcome.NOT_DONE
+            num_tokens = self._shard.slots.num_tokens(source.slot, source.generation)
+
+            def is_intact() -> bool:
+                return self._shard.slots.is_committed(source.slot, source.generation) and not self._is_withdrawn(target)
+
+            is_written = disk.write(target, num_tokens, data, is_intact)
+            if is_written and self._is_withdrawn(target):  # deleted between the last look and the file's appearance
+                disk.delete([target])
+                is_written = False
+            return ChunkOutcome.DONE if is_written else ChunkOutcome.NOT_DONE
+
+        answer = self._each(len(sources), write)
+        with self._lock:
+            self._withdrawn.clear()
+        return answer
+
+    def read_disk(self, targets: Sequence[ChunkRef], sources: Sequence[ChunkRef]) -> RankAnswer:
+        """Copy the file of each of `sources` into memory's slot of its target."""
+        disk = self._opened()
+        return self._fill(targets, lambda position, data: disk.read_into(_stored(sources[position]), data))
+
+    def delete_disk(self, chunks: Sequence[ChunkRef]) -> RankAnswer:
+        """Delete files; one that is being written will not appear."""
+        stored = [_stored(ref) for ref in chunks]
+        with self._lock:
+            self._withdrawn.update(stored)
+        self._opened().delete(stored)
+        return RankAnswer()
+
+    def touch_disk(self, chunks: Sequence[tuple[bytes, int]]) -> RankAnswer:
+        """These were used, least recently first: what a later life knows of it is the files' time."""
+        self._opened().touch(StoredChunk(*chunk) for chunk in chunks)
+        return RankAnswer()
+
+    def check_disk(self, expected: Sequence[tuple[bytes, int]], repair: bool) -> RankAnswer:
+        """Read every file, compare with what is `expected`; with `repair` delete what is of no use."""
+        disk = self._opened()
+        findings = disk.check([StoredChunk(*chunk) for chunk in expected], repair=repair)
+        lost = [finding.chunk for finding in findings if finding.chunk is not None and finding.is_expected]
+        return RankAnswer(
+            checked=CheckedDisk(
+                num_files=disk.num_files,
+                nbytes_used=disk.nbytes_used,
+                findings=[f"rank {self._rank}: {finding}" for finding in findings],
+                lost=[(chunk.key, chunk.generation) for chunk in lost],
+            )
+        )
+
+    # -- remote -------------------------------------------------------------------------------------------------------
+
+    def put_remote(self, sources: Sequence[ChunkRef]) -> RankAnswer:
+        """Copy this rank's shard of each chunk from memory to the remote store."""
+        remote, slots = self._configured_remote(), self._shard.slots
+
+        def put(position: int) -> ChunkOutcome:
+            key, slot, generation = sources[position]
+            data = slots.chunk(slot, generation, key)
+            if data is None:
+                return ChunkOutcome.NOT_DONE
+            num_tokens = slots.num_tokens(slot, generation)
+            is_put = remote.put_shard(
+                key, generation, self._rank, num_tokens, data, lambda: slots.is_committed(slot, generation)
+            )
+            return ChunkOutcome.DONE if is_put else ChunkOutcome.NOT_DONE
+
+        return self._each(len(sources), put)
+
+    def load_remote(self, targets: Sequence[ChunkRef], sources: Sequence[RemoteChunk]) -> RankAnswer:
+        """Copy this rank's shard of each chunk from the remote store into memory's slot of its target."""
+        remote = self._configured_remote()
+        return self._fill(targets, lambda position, data: remote.load_shard(sources[position], self._rank, data))
+
+    # -- both ---------------------------------------------------------------------------------------------------------
+
+    def _fill(self, targets: Sequence[ChunkRef], read: Callable[[int, np.ndarray], ReadResult]) -> RankAnswer:
+        def fill(position: int) -> ChunkOutcome:
+            outcome = ChunkOutcome.NOT_DONE  # unless the slot is ours to write
+
+            def read_into(_: int, data: np.ndarray) -> int:
+                nonlocal outcome
+                result = read(position, data)
+                outcome = ChunkOutcome.NOT_DONE if result.fault is None else _OUTCOME_OF[result.fault]
+                return result.num_tokens
+
+            (is_committed,) = self._shard.fill([targets[position]], read_into)
+            return ChunkOutcome.DONE if is_committed else outcome
+
+        return self._each(len(targets), fill)
+
+    def _each(self, number: int, run: Callable[[int], ChunkOutcome]) -> RankAnswer:
+        """Run for every chunk, a few at a time. After the first problem with the place nothing more is begun."""
+        problems: list[str] = []
+
+        def one(position: int) -> ChunkOutcome:
+            if problems:
+                return ChunkOutcome.NOT_DONE
+            try:
+                return run(position)
+            except StorageError as error:
+                problems.append(str(error))
+                return ChunkOutcome.NOT_DONE
+
+        at_once = self._threads.map if number > 1 else map
+        return RankAnswer(outcomes=bytes(at_once(one, range(number))), problem=problems[0] if problems else None)
+
+    def _is_withdrawn(self, chunk: StoredChunk) -> bool:
+        with self._lock:
+            return chunk in self._withdrawn
+
+    def _opened(self) -> RankDisk:
+        if self._disk is None:
+            raise StorageError("the disk's directory is not open")
+        return self._disk
+
+    def _configured_remote(self) -> RemoteChunks:
+        if self._remote is None:
+            raise StorageError("no remote store is configured")
+        return self._remote
+
+
+def _stored(ref: ChunkRef) -> StoredChunk:
+    return StoredChunk(ref.key, ref.generation)

@@ -1,0 +1,190 @@
+"""The remote tier of a world, seen from where the index is: what is there, and copying down and up on every rank.
+
+The store is shared with other clusters and keeps its own time, so nothing of it is remembered here: it is asked when a
+prompt goes on beyond what memory and disk have. A store that does not answer is left alone until a probe succeeds.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from lmcache_ray.errors import StorageError
+from lmcache_ray.index_service import IndexService
+from lmcache_ray.storage.guarded import GuardedBackend
+from lmcache_ray.storage.remote import RemoteChunk, RemoteChunks
+from lmcache_ray.tiers.calls import ChunkOutcome, RankAnswer, TierCall, TierRanks, problems_of
+from lmcache_ray.tiers.health import TierHealth
+from lmcache_ray.tiers.promotion import Promotion
+from lmcache_ray.tiers.spec import Tier
+from lmcache_ray.tiers.traffic import TierTraffic
+from lmcache_ray.tiers.write_behind import complete_remote_writes, next_remote_writes
+
+_SPARE_SHARE: Final = 20  # of the limit: one part in so many is freed beyond what is needed, since listing is slow
+
+
+class RemoteTier:
+    """Puts of one thread at a time; any thread may find, load and clear. `max_nbytes` is the limit of our own, if any.
+
+    `chunks` are asked through `backend`, which has a deadline for each call.
+    """
+
+    def __init__(
+        self,
+        service: IndexService,
+        ranks: TierRanks,
+        chunks: RemoteChunks,
+        backend: GuardedBackend,
+        *,
+        max_nbytes: int | None,
+        chunk_nbytes: int,
+        chunks_at_once: int,
+        timeout_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self.health: Final = TierHealth()
+        self.traffic: Final = TierTraffic()
+        self._service = service
+        self._ranks = ranks
+        self._chunks = chunks
+        self._backend = backend
+        self._max_nbytes = max_nbytes
+        self._chunk_nbytes = chunk_nbytes
+        self._chunks_at_once = chunks_at_once
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._room_nbytes = 0
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether the store is in order, as far as is known."""
+        return self._backend.problem is None
+
+    # -- up -----------------------------------------------------------------------------------------------------------
+
+    def find(self, keys: Sequence[bytes], *, timeout_s: float) -> dict[bytes, RemoteChunk]:
+        """The leading chunks of `keys` that are there; none if the store does not answer in time."""
+        if not keys or timeout_s <= 0:
+            return {}
+        found: dict[bytes, RemoteChunk] = {}
+        try:
+            for chunk in self._chunks.through(self._backend.within(timeout_s)).find(keys):
+                if chunk is None:
+                    break
+                found[chunk.key] = chunk
+        except StorageError as error:
+            self.health.failed(str(error), self._clock())
+        return found
+
+    def load(self, promotions: Sequence[Promotion[RemoteChunk]], timeout_s: float) -> dict[int, RankAnswer]:
+        """Fill memory's slots of the promotions from the store, as one call to each rank; flags in their order."""
+        targets = [promotion.refs[at] for promotion in promotions for at in promotion.remote]
+        sources = [promotion.remote[at] for promotion in promotions for at in promotion.remote]
+        if not targets:
+            return {}
+        call = TierCall("load_remote", (targets, sources))
+        return self._ranks.ask(dict.fromkeys(self._ranks.holders, call), timeout_s=timeout_s)
+
+    def note_loaded(self, outcomes: Mapping[RemoteChunk, ChunkOutcome]) -> None:
+        """Count what became of chunks, the worst of each over all ranks, and remove those that are of no use."""
+        useless = []
+        for chunk, outcome in outcomes.items():
+            self.traffic.note_read(outcome)
+            if outcome in (ChunkOutcome.MISSING, ChunkOutcome.DAMAGED):
+                useless.append(chunk)
+        if useless:
+            try:
+                self._chunks.remove(useless)
+            except StorageError as error:  # then the next one that finds them removes them
+                self.health.failed(str(error), self._clock())
+
+    # -- down ---------------------------------------------------------------------------------------------------------
+
+    def put_some(self) -> bool:
+        """Copy some of the chunks that wait for the store, as far as it has not got them; False if none does."""
+        with self._service.at_now() as (index, _):
+            backlog = index.backlogs[Tier.REMOTE]
+            waiting = next_remote_writes(index, most=self._chunks_at_once)
+        if not waiting:
+            return False
+        num_put = num_new = 0
+        try:
+            is_there = self._chunks.has([ref.key for ref in waiting])
+            refs = [ref for ref, there in zip(waiting, is_there, strict=True) if not there]
+            num_new = len(refs)
+            if refs and self._make_room(len(refs) * self._chunk_nbytes):
+                call = TierCall("put_remote", (refs,))
+                answers = self._ranks.ask(dict.fromkeys(self._ranks.holders, call), timeout_s=self._timeout_s)
+                done = [answers[rank].done if rank in answers else [] for rank in self._ranks.holders]
+                whole = [ref for at, ref in enumerate(refs) if all(at < len(flags) and flags[at] for flags in done)]
+                self._chunks.commit([(ref.key, ref.generation) for ref in whole])
+                num_put = len(whole)
+                self._judge(answers)
+        except StorageError as error:
+            self.suspend(str(error))
+        finally:
+            with self._service.at_now() as (index, _):
+                complete_remote_writes(index, waiting)
+                self.traffic.dropped = backlog.num_dropped
+        self.traffic.written += num_put
+        self.traffic.failed += num_new - num_put
+        self._service.tell_moved()
+        return True
+
+    def suspend(self, problem: str) -> None:
+        """Hold nothing back for the store until `resume`."""
+        self.health.failed(problem, self._clock())
+        with self._service.at_now() as (index, _):
+            index.suspended.add(Tier.REMOTE)
+            index.backlogs[Tier.REMOTE].drop_all()
+            index.trim()
+
+    def resume(self) -> None:
+        """Ask the store how it is, if it was out of order and it is time."""
+        if self.health.is_good or not self.health.may_try(self._clock()):
+            return
+        if not self._backend.probe():
+            self.health.failed(self._backend.problem or "the store does not answer", self._clock())
+            return
+        self.health.went_well()
+        with self._service.at_now() as (index, _):
+            index.suspended.discard(Tier.REMOTE)
+
+    # -- away ---------------------------------------------------------------------------------------------------------
+
+    def clear(self, keys: Sequence[bytes] | None) -> set[bytes]:
+        """Delete these chunks, or all of this model and layout with None, whichever cluster stored them; which.
+
+        Raises `StorageError` if the store does not do it.
+        """
+        if keys is None:
+            return self._chunks.remove_all()
+        is_there = self._chunks.has(keys)
+        present = [key for key, there in zip(keys, is_there, strict=True) if there]
+        self._chunks.remove(present)
+        return set(present)
+
+    def close(self) -> None:
+        """Give the connections up."""
+        self._backend.close()
+
+    def _make_room(self, nbytes: int) -> bool:
+        """Keep the limit of our own, if there is one; False if so much can never fit."""
+        if self._max_nbytes is None:
+            return True
+        if self._room_nbytes < nbytes:
+            spare = self._max_nbytes // _SPARE_SHARE
+            made = self._chunks.make_room(nbytes + spare, self._max_nbytes)
+            if not made.fits:
+                made = self._chunks.make_room(nbytes, self._max_nbytes)
+            self.traffic.evicted += made.num_chunks
+            self._room_nbytes = self._max_nbytes - made.used_nbytes
+            if not made.fits:
+                return False
+        self._room_nbytes -= nbytes
+        return True
+
+    def _judge(self, answers: Mapping[int, RankAnswer]) -> None:
+        problems = problems_of(answers, self._ranks.holders, self._timeout_s)
+        if problems:
+            self.suspend(problems[0])
+        else:
+            self.health.went_well()

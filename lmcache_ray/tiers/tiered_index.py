@@ -1,0 +1,242 @@
+"""Memory and the tiers below it as one index: a chunk is cached if any of them has it whole. Pure.
+
+Memory and disk are two machines of one kind (`CacheIndex`): the disk's slots are only counted, never addressed, and a
+disk entry's generation names its files. What is in a remote store is not known here; it is asked when it is needed.
+
+READY chunks wait in a backlog for each tier below, and cannot be evicted before they were copied there (or let go).
+What moves between tiers is planned in `write_behind.py` and `promotion.py`, on top of this.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Final
+
+from lmcache_ray.errors import CapacityError, IntegrityError
+from lmcache_ray.index.cache_index import CacheIndex
+from lmcache_ray.index.plans import ChunkRef, ClearPlan, Deferred, Expired, LoadPlan, StorePlan
+from lmcache_ray.index.store_planning import TiersBelow
+from lmcache_ray.tiers.backlog import Backlog, HeldBack
+from lmcache_ray.tiers.spec import Tier
+
+EVERYWHERE: Final = frozenset(Tier)
+_PINS_CLIENT: Final = "pins"  # no process: a pin outlives whoever asked for it
+
+
+class TieredIndex:
+    """The world's chunks over `memory`, an optional `disk` and a remote store.
+
+    `make_memory` builds memory's index around what it must know of the tiers below. `backlogs` has one for each tier
+    below that the world has. Without `keeps_in_memory`, memory only stages: a chunk leaves it as soon as nobody holds
+    it. `disk` is None until its files have been counted. Like its parts it is not thread-safe and reads no clock.
+    """
+
+    def __init__(
+        self,
+        make_memory: Callable[[TiersBelow | None], CacheIndex],
+        *,
+        backlogs: Mapping[Tier, Backlog],
+        keeps_in_memory: bool,
+    ) -> None:
+        self.backlogs: Final = dict(backlogs)
+        self.keeps_in_memory: Final = keeps_in_memory
+        below = TiersBelow(HeldBack(self.backlogs.values()), self.is_on_disk) if backlogs else None
+        self.memory: Final = make_memory(below)
+        self.disk: CacheIndex | None = None
+        self.coming_up: Final[dict[int, Tier]] = {}
+        """Generations of memory slots that are being filled from below, and where from."""
+        self.suspended: Final[set[Tier]] = set()
+        """Tiers below that are out of order: nothing is held back for them."""
+
+    @staticmethod
+    def of_memory(memory: CacheIndex) -> "TieredIndex":
+        """Memory alone."""
+        return TieredIndex(lambda below: memory, backlogs={}, keeps_in_memory=True)
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def is_on_disk(self, key: bytes) -> bool:
+        """Whether every holder has `key` on its disk."""
+        return self.disk is not None and self.disk.table.ready_ref(key) is not None
+
+    def run(self, keys: Sequence[bytes], tiers: Collection[Tier] = EVERYWHERE) -> list[Tier]:
+        """The fastest of `tiers` that has each of the leading keys, up to the first that none has.
+
+        No longer than memory: more cannot be loaded at once.
+        """
+        in_memory = self.memory.table.ready_ref
+        found = [Tier.CPU] * len(self.memory.table.ready_run(keys)) if Tier.CPU in tiers else []
+        if self.disk is None or Tier.DISK not in tiers:
+            return found
+        for key in islice(keys, len(found), self.memory.table.capacity):
+            if Tier.CPU in tiers and in_memory(key) is not None:
+                found.append(Tier.CPU)
+            elif self.is_on_disk(key):
+                found.append(Tier.DISK)
+            else:
+                break
+        return found
+
+    def lookup(
+        self, keys: Sequence[bytes], lease_id: str | None, *, client: str, now: float, tiers: Collection[Tier]
+    ) -> int:
+        """The number of leading keys that `tiers` have, a use of them; with a lease they stay where they are."""
+        if self.disk is None and Tier.CPU in tiers:
+            return self.memory.lookup(keys) if lease_id is None else self.memory.pin(keys, lease_id, client, now)
+        found = keys[: len(self.run(keys, tiers))]
+        for index in self._indexes():
+            index.table.policy.touch(reversed(index.table.ready_among(found)))
+            if lease_id is not None:
+                index.hold(found, lease_id, client, now)
+        return len(found)
+
+    def num_cached(self, keys: Sequence[bytes]) -> int:
+        """The number of leading keys that some tier here has; not a use of them."""
+        return self.memory.lookup(keys, touch=False) if self.disk is None else len(self.run(keys))
+
+    def pin(self, keys: Sequence[bytes], lease_id: str, *, now: float) -> int:
+        """As `lookup` with a lease, which ends by release alone. Raises `CapacityError`, and pins nothing, if too many
+        slots would be held so."""
+        num_cached = self.lookup(keys, lease_id, client=_PINS_CLIENT, now=now, tiers=EVERYWHERE)
+        for index in self._indexes() if num_cached else ():
+            most = index.table.capacity * 3 // 4
+            if index.table.ready_among(keys[:num_cached]) and not index.keep(lease_id, max_slots=most):
+                self.release(lease_id)
+                raise CapacityError(
+                    f"pins and views hold at most {most} of {index.table.capacity} chunks, so that stores find room: "
+                    f"{num_cached} more are too many"
+                )
+        return num_cached
+
+    def prepare_load(
+        self, keys: Sequence[bytes], *, lease_id: str, client: str, now: float, start: int = 0
+    ) -> LoadPlan:
+        """As `CacheIndex.prepare_load`, of what is in memory; on the disk it is a use as well."""
+        self._touch_disk(keys)
+        return self.memory.prepare_load(keys, lease_id=lease_id, client=client, now=now, start=start)
+
+    def release(self, lease_id: str) -> bool:
+        """End a lease in every tier; False if there was none."""
+        ended = [index.release(lease_id) for index in self._indexes()]
+        self.trim()
+        return any(ended)
+
+    def expire(self, now: float) -> Expired:
+        """End what is overdue in every tier; what memory ended."""
+        expired = self.memory.expire(now)
+        if self.disk is not None:
+            self.disk.expire(now)
+        if expired.lease_ids or expired.aborted:
+            self.trim()
+        return expired
+
+    def drop_client(self, client: str) -> None:
+        """A client has ended."""
+        for index in self._indexes():
+            index.drop_client(client)
+        self.trim()
+
+    # -- storing ------------------------------------------------------------------------------------------------------
+
+    def prepare_store(
+        self, keys: Sequence[bytes], *, client: str, now: float, start: int, rank: int | None, patient: bool
+    ) -> StorePlan | Deferred:
+        """As `CacheIndex.prepare_store`; what is on the disk counts as cached and is not written again.
+
+        With `patient`, Deferred instead of leaving something out while chunks wait for the disk: there will be room.
+        """
+        whole = patient and self.num_behind > 0
+        plan = self.memory.try_store(keys, client=client, now=now, start=start, rank=rank, whole=whole)
+        if isinstance(plan, Deferred) or self.disk is None:
+            return plan
+        self._touch_disk(keys)
+        return replace(plan, num_ready=len(self.run(keys)))
+
+    def prepare_request(
+        self, keys: Sequence[bytes], *, lease_id: str, client: str, now: float, defer: bool, patient: bool
+    ) -> tuple[LoadPlan, StorePlan] | Deferred:
+        """As `CacheIndex.prepare_request`, `patient` as above. Only what is in memory is loaded."""
+        whole = patient and self.num_behind > 0
+        planned = self.memory.prepare_request(
+            keys, lease_id=lease_id, client=client, now=now, defer=defer, whole=whole
+        )
+        if not isinstance(planned, Deferred):
+            self._touch_disk(keys)
+        return planned
+
+    @property
+    def num_behind(self) -> int:
+        """Chunks that wait for the disk, or are on their way to it."""
+        return len(self.backlogs[Tier.DISK]) if Tier.DISK in self.backlogs else 0
+
+    def complete_store(
+        self, plan_id: int, ranks: Collection[int], *, done: Iterable[int], failed: Iterable[int] = ()
+    ) -> bool:
+        """As `CacheIndex.complete_store`; what becomes READY is to go down."""
+        known = self.memory.complete_store(plan_id, ranks, done=done, failed=failed)
+        self._send_down(self.memory.table.take_newly_ready())
+        return known
+
+    def _send_down(self, ready: Sequence[ChunkRef]) -> None:
+        for tier, backlog in self.backlogs.items():
+            group = [ref for ref in ready if self._is_new_to(tier, ref)]
+            if group:
+                backlog.add(group)
+        for ref in ready:
+            self.coming_up.pop(ref.generation, None)
+
+    def _is_new_to(self, tier: Tier, ref: ChunkRef) -> bool:
+        """What came from a remote store goes to the disk too, but nothing goes back where it came from, or is."""
+        source = self.coming_up.get(ref.generation)
+        if tier in self.suspended:
+            return False
+        if tier is Tier.DISK:
+            return self.disk is not None and source is not Tier.DISK and not self.is_on_disk(ref.key)
+        return source is None
+
+    def trim(self) -> None:
+        """Where memory only stages: forget what nobody reads and no tier waits for."""
+        if self.keeps_in_memory:
+            return
+        table = self.memory.table
+        idle = [slot for slot in table.policy.candidates() if not any(slot in log for log in self.backlogs.values())]
+        self.memory.evict([ref for ref in table.refs(idle) if table.is_ready(ref)])
+
+    # -- clearing -----------------------------------------------------------------------------------------------------
+
+    def clear_memory(self, keys: Sequence[bytes] | None) -> ClearPlan:
+        """As `CacheIndex.prepare_clear` of memory: what waits for a tier below does so no more."""
+        plan = self.memory.prepare_clear(keys)
+        for backlog in self.backlogs.values():
+            backlog.done(plan.refs)
+        return plan
+
+    def clear_disk(self, keys: Sequence[bytes] | None) -> ClearPlan:
+        """Forget these keys (None: all) on the disk, but for leased ones; the files of `refs` and `aborted` must go.
+
+        Complete at once: a file's generation is never given out again, so nobody can take it for another's.
+        """
+        if self.disk is None:
+            return ClearPlan(0, (), (), ())
+        plan = self.disk.prepare_clear(keys)
+        for rank in self.disk.holders:
+            self.disk.complete_clear(plan.plan_id, rank)
+        return plan
+
+    # -- the whole ----------------------------------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Raise an IntegrityError if a part contradicts itself, or a chunk waits to be copied that is not there."""
+        for index in self._indexes():
+            index.check_integrity()
+        states = self.memory.table.states
+        stray = [slot for slot in range(len(states)) if states[slot] != 2 and slot in HeldBack(self.backlogs.values())]
+        if stray:
+            raise IntegrityError(f"slots {stray} are held back for a tier below, but are not READY")
+
+    def _touch_disk(self, keys: Sequence[bytes]) -> None:
+        if self.disk is not None:
+            self.disk.table.policy.touch(reversed(self.disk.table.ready_among(keys)))
+
+    def _indexes(self) -> tuple[CacheIndex, ...]:
+        return (self.memory,) if self.disk is None else (self.memory, self.disk)
