@@ -1,10 +1,10 @@
 """Locks that end with their process: how everyone sees that the owner of a file lives.
 
-An exclusive `flock` on a file of its own descriptor. It is released by the kernel at the latest when the process ends,
-however it ends. Two ways of outliving it are closed here: programs that the process starts do not inherit the
-descriptor (close-on-exec), and forked children close theirs at once. For the second, this module registers one
-handler with `os.register_at_fork` when it is first imported; it is the module's only side effect. (POSIX record locks
-need no handler, but are lost as soon as any other descriptor of the file is closed in the process.)
+A `flock` on a file of its own descriptor, exclusive or shared by several owners. It is released by the kernel at the
+latest when the process ends, however it ends. Two ways of outliving it are closed here: programs that the process
+starts do not inherit the descriptor (close-on-exec), and forked children close theirs at once. For the second, this
+module registers one handler with `os.register_at_fork` when it is first imported; it is the module's only side effect.
+(POSIX record locks need no handler, but are lost as soon as any other descriptor of the file is closed in the process.)
 
 Plain `OSError` of opening a file passes through: callers know what the file means and translate.
 """
@@ -27,7 +27,7 @@ OWNER_PATIENCE_S: Final = 0.1
 
 
 class FileLock:
-    """The exclusive lock on one file, held until `release`.
+    """The lock on one file, held until `release`.
 
     `path` is the file's present name; whoever publishes the file under another one sets it.
     """
@@ -57,6 +57,18 @@ class FileLock:
         except FileNotFoundError:
             return False
 
+    def share(self) -> bool:
+        """Turn an exclusive lock into a shared one. False if another came between: the lock is then released.
+
+        The kernel gives the old lock up before it takes the new one.
+        """
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.release()
+            return False
+        return True
+
     def unlink(self) -> bool:
         """Remove the locked file from its directory, if `path` still names it; True if it did."""
         if not self.owns_path():
@@ -73,17 +85,20 @@ class FileLock:
 _HELD: Final[weakref.WeakSet[FileLock]] = weakref.WeakSet()
 
 
-def lock_existing(path: Path, *, create: bool = False, patience_s: float = 0.0) -> FileLock | None:
+def lock_existing(
+    path: Path, *, create: bool = False, patience_s: float = 0.0, is_shared: bool = False
+) -> FileLock | None:
     """Lock the file called `path`; None if another process (or this one) holds its lock for longer than `patience_s`.
 
-    With `create`, an empty file is made if there is none.
+    With `create`, an empty file is made if there is none. A shared lock is only kept away by an exclusive one.
 
     :raises OSError: if the file cannot be opened.
     """
     deadline = time.monotonic() + patience_s
+    operation = fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
     lost_races = 0
     while lost_races < _MAX_LOST_RACES:
-        lock = _lock_opened(path, _OPEN_FLAGS | (os.O_CREAT if create else 0))
+        lock = _lock_opened(path, _OPEN_FLAGS | (os.O_CREAT if create else 0), operation)
         if lock is None:
             if time.monotonic() >= deadline:
                 return None

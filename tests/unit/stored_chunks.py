@@ -12,7 +12,11 @@ CHUNK_SIZE = 16
 
 
 def layout_of(
-    *, world_size: int = 2, dtype: KVDtype = KVDtype.BFLOAT16, placement: Placement = Placement.PER_RANK, layers: int = 2
+    *,
+    world_size: int = 2,
+    dtype: KVDtype = KVDtype.BFLOAT16,
+    placement: Placement = Placement.PER_RANK,
+    layers: int = 2,
 ) -> WorldLayout:
     """Two layer groups of a small model: 4 KiB and 1 KiB a slot with two layers and 16-bit KV."""
     wide = ShardSpec(tuple(range(layers)), range(0, 2), 16, dtype)

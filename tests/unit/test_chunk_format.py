@@ -75,8 +75,8 @@ def test_any_data_comes_back(data: bytes, num_tokens: int, generation: int) -> N
 
 
 def test_heads_of_a_rank_have_one_length() -> None:
-    lengths = {len(pack_head(header(num_tokens=count, generation=g), DATA)) for count in (1, 16) for g in (0, 2**64 - 1)}
-    assert len(lengths) == 1
+    made = [header(num_tokens=count, generation=number) for count in (1, 16) for number in (0, 2**64 - 1)]
+    assert len({len(pack_head(each, DATA)) for each in made}) == 1
 
 
 def test_the_header_is_json_that_anybody_can_read() -> None:
