@@ -15,7 +15,7 @@ from typing import Final
 
 from lmcache_ray.errors import ConfigError
 from lmcache_ray.storage.base import StorageBackend
-from lmcache_ray.storage.urls import masked, scheme_of
+from lmcache_ray.tiers.spec import masked
 
 BackendFactory = Callable[[str, float], StorageBackend]
 """``factory(url, timeout_s)``. Raises `ConfigError` for what cannot be meant; connects to nothing yet."""
@@ -32,9 +32,10 @@ def open_backend(url: str, *, timeout_s: float) -> StorageBackend:
     Does not connect: a store that is absent now is no error. Raises `ConfigError` for a scheme that nobody knows, a
     package that is missing, or a URL that the backend cannot read; passwords are masked.
     """
-    scheme = scheme_of(url)
-    if scheme is None:
+    scheme, separator, _ = url.partition("://")
+    if not separator:
         raise ConfigError(f"remote_url {masked(url)!r} has no scheme; accepted: {_accepted()}")
+    scheme = scheme.lower()
     named = _named_by_packages().get(scheme)
     factory = _load(named) if named is not None else _built_in(scheme, url)
     return factory(url, timeout_s)

@@ -19,7 +19,7 @@ from typing_extensions import Buffer
 
 from lmcache_ray.errors import ConfigError, StorageError, StorageUnavailableError
 from lmcache_ray.storage.base import StoredObject, check_names
-from lmcache_ray.storage.urls import masked, scheme_of
+from lmcache_ray.tiers.spec import masked
 
 # Stores in which an object appears when its upload is complete. In all others it is written aside, then moved.
 _BUCKETS: Final = frozenset(("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oci", "oss", "tos"))
@@ -206,14 +206,15 @@ def is_known(scheme: str) -> bool:
 
 def open_fsspec(url: str, timeout_s: float) -> FsspecBackend:
     """The backend of a URL that fsspec reads. Raises `ConfigError` for one that it cannot; `timeout_s` is not used."""
-    scheme, place = scheme_of(url), masked(url)
-    if scheme in _LOCAL and not url.partition("://")[2].startswith("/"):
+    scheme, _, path = url.partition("://")
+    scheme, place = scheme.lower(), masked(url)
+    if scheme in _LOCAL and not path.startswith("/"):
         raise ConfigError(f"remote_url {place!r} is not an absolute path; accepted: file:///path/of/a/folder")
     try:
         # Listings that fsspec remembers would not show what other clusters have written since.
         filesystem, root = fsspec.url_to_fs(url, use_listings_cache=False)
     except ImportError as error:
-        extra = _EXTRAS.get(scheme or "")
+        extra = _EXTRAS.get(scheme)
         remedy = f": pip install 'lmcache-ray[{extra}]'" if extra else ""
         raise ConfigError(f"remote_url {place!r} needs a package that is missing{remedy} ({error})") from error
     except (ValueError, TypeError, OSError) as error:

@@ -98,8 +98,8 @@ class GuardedBackend:
 
     def list(self, folder: str) -> Iterator[StoredObject]:
         """As `StorageBackend`, some objects a call."""
-        objects = self._backend.list(folder)
         patience_s = _PATIENCE_WITH_LISTINGS * self._timeout_s
+        objects = self._guard.call(lambda: self._backend.list(folder), timeout_s=patience_s, until=self._until)
         while some := self._guard.call(
             lambda: tuple(islice(objects, _LISTED_AT_ONCE)), timeout_s=patience_s, until=self._until
         ):

@@ -18,7 +18,7 @@ from typing_extensions import Buffer
 
 from lmcache_ray.errors import ConfigError, StorageError, StorageUnavailableError
 from lmcache_ray.storage.base import StoredObject, check_names
-from lmcache_ray.storage.urls import masked
+from lmcache_ray.tiers.spec import masked
 
 _NAMES_AT_ONCE: Final = 1000  # of one command, so that the server's other clients are not kept waiting
 _DROPS_ANY_KEY: Final = "allkeys-"  # the eviction policies that drop keys without a time to live, as ours
