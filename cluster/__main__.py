@@ -1,4 +1,4 @@
-"""`python -m cluster`: replay, up, status, down and inspect.
+"""`python -m cluster`: replay, up, status, down, check and inspect.
 
 Results go to stdout, progress and errors to stderr; with `--json` the last line of stdout is one JSON object.
 """
@@ -53,7 +53,8 @@ def _command(name: str) -> Callable[[argparse.Namespace], Outcome]:
         return inspect
     from . import commands
 
-    return {"replay": commands.replay, "up": commands.up, "status": commands.status, "down": commands.down}[name]
+    named = (commands.replay, commands.up, commands.status, commands.down, commands.check)
+    return {command.__name__: command for command in named}[name]
 
 
 def _exit_on_signal(number: int, frame: FrameType | None) -> None:

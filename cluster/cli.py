@@ -21,6 +21,7 @@ lmcache_ray: a KV-cache cluster on Ray for serving large language models.
   python -m cluster up --name prod --world-size 4 start a cluster on the running Ray and leave it there
   python -m cluster status --name prod            how it stands
   python -m cluster down --name prod              end it
+  python -m cluster check --name prod             compare its files on disk with its index; --fix repairs
   python -m cluster inspect FILE                  what the file of a stored chunk says, and whether it is whole
 """
 
@@ -37,6 +38,13 @@ examples:
   python -m cluster replay --requests 100 --world-size 4 --verify
   python -m cluster replay trace.jsonl --capacity-blocks 10000 --policy lfu --json
   python -m cluster replay trace.jsonl --world-size 4 --nodes 2 --ranks-per-node 3,1 --use-mla --verify
+"""
+
+_CHECK: Final = """\
+Read every file of a running cluster's disk tier to its last byte, on every rank, and compare with what the index says:
+files that are damaged, that nobody knows, or that are half written, and chunks without a file. Check while nothing is
+stored: what is written meanwhile may be found unknown or missing. Exit status: 0 if all agree, or after --fix has made
+them agree, else 1.
 """
 
 _INSPECT: Final = """\
@@ -57,6 +65,13 @@ _LOCAL_WORLD: Final = {
 """What `replay` takes for the flags that describe a local cluster, where they are left out."""
 _SHORT_FLAGS: Final = {"name": "cluster_name", "namespace": "cluster_namespace", "policy": "cache_policy"}
 """Flags that stand for a key of the configuration."""
+_SHOWN_KEYS: Final = {
+    "arena_dir": ("DIR", "directory of the arena files (/dev/shm)"),
+    "local_disk": ("DIR", "keep chunks on disk too, below this directory"),
+    "max_local_disk_size": ("GIB", "limit of each rank's disk files"),
+    "remote_url": ("URL", "keep chunks in a shared store too: file:///dir, redis://host, s3://bucket, ..."),
+}
+"""Keys of the configuration that --help names; all others are flags as well."""
 _NO_KEYS_OF_A_REPLAY: Final = {
     "chunk_size": f"a replay's chunks are a trace's blocks, {BLOCK_SIZE} tokens",
     "capacity_chunks": "a replay's capacity is --capacity-blocks",
@@ -118,6 +133,7 @@ def build_parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         _add_identity(command)
         _add_common(command)
+    _add_check(commands)
     _add_inspect(commands)
     return parser
 
@@ -172,6 +188,18 @@ def _add_up(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     _add_common(command)
 
 
+def _add_check(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    command = commands.add_parser(
+        "check",
+        help="compare a running cluster's disk files with its index",
+        description=_CHECK,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("--fix", action="store_true", help="delete files of no use, forget chunks that are not whole")
+    _add_identity(command)
+    _add_common(command)
+
+
 def _add_inspect(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     command = commands.add_parser(
         "inspect",
@@ -214,15 +242,15 @@ class _Override(argparse.Action):
 
 def _add_config_keys(command: argparse._ActionsContainer) -> None:
     """Every key is a flag that argparse knows: it would take the value of an unknown one for the TRACE."""
-    shown = {"arena_dir": "directory of the arena files (/dev/shm)"}
     for key in KNOWN_KEYS:
+        metavar, text = _SHOWN_KEYS.get(key, ("VALUE", argparse.SUPPRESS))
         command.add_argument(
             COMMAND_LINE.spell(key),
             dest="overrides",
             action=_Override,
-            nargs=None if key in shown else "?",  # a boolean may stand alone
-            metavar="DIR",
-            help=shown.get(key, argparse.SUPPRESS),
+            nargs=None if key in _SHOWN_KEYS else "?",  # a boolean may stand alone
+            metavar=metavar,
+            help=text,
         )
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lmcache_ray.config import LMCacheEngineConfig
-from lmcache_ray.errors import ClusterNotFoundError, WorkloadError
+from lmcache_ray.errors import ClusterNotFoundError, ConfigError, WorkloadError
 from lmcache_ray.shape_spec import LayerGroupSpec, parse_kvcache_shape_spec
 
 from .chat_workload import chat_workload
@@ -78,6 +78,21 @@ def status(arguments: argparse.Namespace) -> Outcome:
     config = read_config(arguments)
     with CacheCluster.connect(config.cluster_name, namespace=config.cluster_namespace) as cluster:
         return _shown_status(cluster, arguments)
+
+
+def check(arguments: argparse.Namespace) -> Outcome:
+    """Compare a running cluster's disk files with its index; exit status 1 if they disagree and are left so."""
+    config = read_config(arguments)
+    with CacheCluster.connect(config.cluster_name, namespace=config.cluster_namespace) as cluster:
+        if "disk" not in cluster.status().tiers:
+            raise ConfigError(f"cluster {config.cluster_name!r} has no disk tier: it was started without local_disk")
+        findings = cluster.check_tiers(repair=arguments.fix)
+        remaining = cluster.check_tiers() if findings and arguments.fix else findings
+    if not arguments.json:
+        for finding in findings:
+            print(finding)
+        print(f"{len(findings)} findings, {len(remaining)} of them are left" if findings else "index and files agree")
+    return Outcome({"findings": findings, "remaining": remaining}, 1 if remaining else 0)
 
 
 def down(arguments: argparse.Namespace) -> Outcome:

@@ -121,7 +121,7 @@ class Coordinator:
         with self._service.at_now() as (index, _):
             counts = index.memory.counts()
             view_leases, viewed_slots = index.memory.kept()
-            tiers = tier_statuses(index, self._tiers)
+            tiers = tier_statuses(self._world, index, self._tiers)
         used = counts.capacity - counts.free
         return ClusterStatus(
             name=self._world.name,

@@ -1,9 +1,13 @@
 """What the commands show to a person."""
 
+from typing import Final
+
 from rich.table import Table
 
 from .report import ReplayReport
-from .world import ClusterStatus
+from .world import ClusterStatus, TierStatus
+
+_GIB: Final = 2**30
 
 
 def replay_table(report: ReplayReport) -> Table:
@@ -22,12 +26,14 @@ def replay_table(report: ReplayReport) -> Table:
 
 
 def status_table(status: ClusterStatus) -> Table:
-    """A cluster's ranks, one a row."""
+    """A cluster's ranks, one a row, below its tiers."""
     memory = status.tiers["cpu"]
-    table = Table(
-        title=f"cluster {status.name} in {status.namespace}: {memory.ready} of {memory.capacity} chunks, "
-        f"{status.leases} leases, {status.view_leases} of views"
-    )
+    title = [
+        f"cluster {status.name} in {status.namespace}: {memory.ready} of {memory.capacity} chunks, "
+        f"{status.leases} leases, {status.view_leases} of views",
+        *(_described(name, tier) for name, tier in status.tiers.items() if tier is not memory),
+    ]
+    table = Table(title="\n".join(title))
     for column in ("rank", "local", "node", "pid", "alive", "slots"):
         table.add_column(column)
     for rank in status.ranks:
@@ -40,3 +46,12 @@ def status_table(status: ClusterStatus) -> Table:
             f"{rank.slots_used}/{rank.slots_total}",
         )
     return table
+
+
+def _described(name: str, tier: TierStatus) -> str:
+    """A tier below memory in a line."""
+    held = f"{tier.ready} of {tier.capacity} chunks" if tier.capacity else "shared with others"
+    each = f", {tier.max_nbytes / _GIB:.2f} GiB a rank" if tier.max_nbytes is not None else ""
+    total = f", {tier.total_max_nbytes / _GIB:.2f} GiB in all" if tier.total_max_nbytes is not None else ""
+    moved = ", ".join(f"{count} {what}" for what, count in tier.traffic.items() if count)
+    return f"{name}: {held}{each}{total}, {tier.waiting} waiting for it" + (f"; {moved}" if moved else "")

@@ -71,7 +71,8 @@ def rank_name(name: str, rank: int) -> str:
 class TierStatus:
     """Chunks of one tier by state; together they are its capacity. `waiting` for the tier are chunks above it.
 
-    What is in a remote store is not counted: others use it too. `traffic` counts what has moved (`TierTraffic`).
+    What is in a remote store is not counted: others use it too. `max_nbytes` is the limit of each rank's files, and
+    `total_max_nbytes` that of all ranks'. `traffic` counts what has moved (`TierTraffic`).
     """
 
     ready: int
@@ -80,6 +81,8 @@ class TierStatus:
     free: int
     capacity: int
     waiting: int = 0
+    max_nbytes: int | None = None
+    total_max_nbytes: int | None = None
     traffic: dict[str, int] = field(default_factory=dict)
 
 

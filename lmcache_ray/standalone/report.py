@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 
+from lmcache_ray.build import tiers_of_config
 from lmcache_ray.config import LMCacheEngineConfig
 from lmcache_ray.layout import Placement, ShardSpec, WorldLayout
 from lmcache_ray.metadata import LMCacheMetadata
 from lmcache_ray.standalone.sizes import WorldSizes
+from lmcache_ray.storage.disk_space import disk_capacity
 
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
@@ -44,6 +46,13 @@ def _size_lines(config: LMCacheEngineConfig, layout: WorldLayout, sizes: WorldSi
         f"arena in own memory: {sizes.num_slots} chunks, {readable_nbytes(sizes.arena_nbytes)} per {holder}, "
         f"{readable_nbytes(sizes.total_arena_nbytes)} in total"
     )
+    disk = tiers_of_config(config).disk
+    if disk is not None:
+        num_chunks = min(disk_capacity(disk.max_nbytes, layout, rank) for rank in layout.holders)
+        yield (
+            f"disk below {disk.root}: {num_chunks} chunks, {readable_nbytes(disk.max_nbytes)} per {holder}, "
+            f"{readable_nbytes(disk.max_nbytes * len(layout.holders))} in total"
+        )
     yield (
         f"paged KV in blocks of {config.block_size} tokens: {readable_nbytes(sizes.kv_nbytes)} per rank, "
         f"{readable_nbytes(sizes.total_kv_nbytes)} in total"
