@@ -55,7 +55,7 @@ class DiskTier:
         self._timeout_s = timeout_s
         self._clock = clock
         self._lock = threading.Lock()  # guards `_owed`
-        self._owed: dict[int, list[ChunkRef]] = {rank: [] for rank in ranks.holders}
+        self._owed: dict[int, set[ChunkRef]] = {rank: set() for rank in ranks.holders}
 
     # -- opening ------------------------------------------------------------------------------------------------------
 
@@ -149,7 +149,10 @@ class DiskTier:
     # -- away ---------------------------------------------------------------------------------------------------------
 
     def delete(self, chunks: Sequence[ChunkRef], *, ranks: Sequence[int] | None = None) -> tuple[int, ...]:
-        """Delete files on these ranks (None: all), and what is owed there; the ranks that could not do it yet."""
+        """Delete files on these ranks (None: all), and what is owed there; the ranks that could not do it yet.
+
+        A file that cannot be deleted stays owed, and keeps no other.
+        """
         ranks = tuple(self._ranks.holders) if ranks is None else ranks
         self._owe(chunks, ranks)
         with self._lock:
@@ -157,11 +160,11 @@ class DiskTier:
         answers = self._ranks.ask(
             {rank: TierCall("delete_disk", (refs,)) for rank, refs in owed.items()}, timeout_s=self._timeout_s
         )
-        done = [rank for rank, answer in answers.items() if answer.problem is None]
         with self._lock:
-            for rank in done:
-                self._owed[rank] = self._owed[rank][len(owed[rank]) :]
-        return tuple(rank for rank in owed if rank not in done)
+            for rank, answer in answers.items():
+                done = zip(owed[rank], answer.done, strict=False)  # a rank with a problem may have answered no flags
+                self._owed[rank].difference_update(ref for ref, is_done in done if is_done)
+            return tuple(rank for rank in ranks if not self._owed[rank].isdisjoint(chunks))
 
     def check(self, *, repair: bool, timeout_s: float) -> list[str]:
         """Compare index and files in both directions, reading every file; what was found, a sentence each.
@@ -199,7 +202,7 @@ class DiskTier:
     def _owe(self, chunks: Sequence[ChunkRef], ranks: Sequence[int]) -> None:
         with self._lock:
             for rank in ranks:
-                self._owed[rank] += chunks
+                self._owed[rank].update(chunks)
 
     def _judge(self, answers: Mapping[int, RankAnswer]) -> bool:
         """Whether the tier is good, by these answers."""

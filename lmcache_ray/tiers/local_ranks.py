@@ -1,5 +1,6 @@
 """The ranks of an in-process world as `TierRanks`: each answers in a thread of its own."""
 
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 
@@ -10,12 +11,15 @@ from lmcache_ray.tiers.rank_tiers import RankTiers
 class LocalTierRanks:
     """A `TierRanks` over ranks of this process. Thread-safe.
 
-    A call that is stuck, in a dead filesystem for example, keeps its thread; there are some for each rank.
+    A call that is stuck, in a dead filesystem for example, keeps its thread; there are some for each rank. After
+    `close` nobody answers.
     """
 
     def __init__(self, ranks: Mapping[int, RankTiers]) -> None:
         self._ranks = dict(ranks)
         self._threads = ThreadPoolExecutor(4 * max(1, len(self._ranks)), thread_name_prefix="tier-ranks")
+        self._lock = threading.Lock()  # guards `_is_closed`
+        self._is_closed = False
 
     @property
     def holders(self) -> Sequence[int]:
@@ -24,12 +28,17 @@ class LocalTierRanks:
 
     def ask(self, calls: Mapping[int, TierCall], *, timeout_s: float) -> dict[int, RankAnswer]:
         """See `TierRanks`."""
-        futures = {self._threads.submit(self._ranks[rank].run, call): rank for rank, call in calls.items()}
+        with self._lock:
+            if self._is_closed:
+                return {}
+            futures = {self._threads.submit(self._ranks[rank].run, call): rank for rank, call in calls.items()}
         done, _ = wait(futures, timeout=timeout_s)
-        return {futures[future]: future.result() for future in done}
+        return {futures[future]: future.result() for future in done if not future.cancelled()}
 
     def close(self) -> None:
         """Close every rank's tiers. Idempotent."""
+        with self._lock:
+            self._is_closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
         for rank in self._ranks.values():
             rank.close()

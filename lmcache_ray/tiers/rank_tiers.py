@@ -8,6 +8,7 @@ byte was read; copies into one go through the shard, as every other write does.
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Final
 
 import numpy as np
@@ -116,7 +117,8 @@ class RankTiers:
     ) -> RankAnswer:
         """Delete the files of `evicted`, then copy each of `sources` out of memory to the file of its target."""
         disk = self._opened()
-        disk.delete(map(_stored, evicted))
+        with suppress(StorageError):  # then it is room that stays taken; if that is too little, a write will say so
+            disk.delete(map(_stored, evicted))
 
         def write(position: int) -> ChunkOutcome:
             source, target = sources[position], _stored(targets[position])
@@ -145,12 +147,21 @@ class RankTiers:
         return self._fill(targets, lambda position, data: disk.read_into(_stored(sources[position]), data))
 
     def delete_disk(self, chunks: Sequence[ChunkRef]) -> RankAnswer:
-        """Delete files; one that is being written will not appear."""
+        """Delete files; one that is being written will not appear. One that cannot be deleted keeps no other."""
         stored = [_stored(ref) for ref in chunks]
         with self._lock:
             self._withdrawn.update(stored)
-        self._opened().delete(stored)
-        return RankAnswer()
+        disk, problems = self._opened(), list[str]()
+
+        def delete(chunk: StoredChunk) -> ChunkOutcome:
+            try:
+                disk.delete([chunk])
+            except StorageError as error:
+                problems.append(str(error))
+                return ChunkOutcome.NOT_DONE
+            return ChunkOutcome.DONE
+
+        return RankAnswer(bytes(map(delete, stored)), problems[0] if problems else None)
 
     def touch_disk(self, chunks: Sequence[tuple[bytes, int]]) -> RankAnswer:
         """These were used, least recently first: what a later life knows of it is the files' time."""

@@ -44,6 +44,7 @@ class TierService:
         self._clock = clock
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
+        self._closing = threading.Lock()  # held while closing: ranks of one process may all do so at once
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -57,6 +58,11 @@ class TierService:
 
     def close(self, *, flush_s: float) -> None:
         """Copy down what waits, for `flush_s` at most, and end. Idempotent."""
+        with self._closing:
+            if not self._stopping.is_set():
+                self._close(flush_s)
+
+    def _close(self, flush_s: float) -> None:
         deadline = self._clock() + flush_s
         if self._threads:
             self._service.wait_until(lambda index: not any(map(len, index.backlogs.values())), flush_s)
