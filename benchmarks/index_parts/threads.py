@@ -12,8 +12,10 @@ from benchmarks.index_parts.latency import Latency
 from benchmarks.index_parts.prompts import NUM_CHUNKS, drawn, keys_of
 from benchmarks.measure import Json, progress
 from lmcache_ray.index.cache_index import CacheIndex
+from lmcache_ray.index.plans import StorePlan
 from lmcache_ray.index.policy import make_policy
 from lmcache_ray.index_service import IndexService
+from lmcache_ray.tiers.tiered_index import TieredIndex
 
 _NUM_NEW = 16
 _HOLDERS = (0, 1)
@@ -60,7 +62,7 @@ def _filled(num_prompts: int) -> IndexService:
         call_timeout_s=_TIMEOUT_S,
         lease_timeout_s=_TIMEOUT_S,
     )
-    service = IndexService(index, clock=time.monotonic, free_slots=lambda ranks, refs: ranks)
+    service = IndexService(TieredIndex.of_memory(index), clock=time.monotonic, free_slots=lambda ranks, refs: ranks)
     for prompt in range(num_prompts):
         _store(service, keys_of(prompt))
     return service
@@ -68,6 +70,7 @@ def _filled(num_prompts: int) -> IndexService:
 
 def _store(service: IndexService, keys: Sequence[bytes]) -> None:
     plan = service.prepare_store(keys, client=_CLIENT, start=0, rank=None)
+    assert isinstance(plan, StorePlan)  # memory alone has nothing to wait for
     service.acknowledge(plan.plan_id, {rank: [True] * len(plan.refs) for rank in _HOLDERS})
 
 

@@ -31,6 +31,7 @@ from lmcache_ray.index.cache_index import CacheIndex
 from lmcache_ray.index.plans import StorePlan
 from lmcache_ray.index.policy import make_policy
 from lmcache_ray.index_service import IndexService
+from lmcache_ray.tiers.tiered_index import TieredIndex
 
 _NUM_PROMPTS = 100
 _TIMEOUT_S = 3600.0
@@ -76,7 +77,9 @@ class _World:
             call_timeout_s=_TIMEOUT_S,
             lease_timeout_s=_TIMEOUT_S,
         )
-        self._service = IndexService(index, clock=time.monotonic, free_slots=lambda ranks, refs: ranks)
+        self._service = IndexService(
+            TieredIndex.of_memory(index), clock=time.monotonic, free_slots=lambda ranks, refs: ranks
+        )
         self._next_prompt = 0
         for _ in range(_NUM_PROMPTS):
             self._complete(self._prepare())
@@ -117,7 +120,12 @@ class _World:
     def _prepare(self) -> StorePlan:
         packed = packed_keys(self._next_prompt)
         self._next_prompt += 1
-        return self._service.prepare_store(unpack_keys(packed), client="benchmark", start=0, rank=None)
+        return self._planned(unpack_keys(packed))
+
+    def _planned(self, keys: Sequence[bytes]) -> StorePlan:
+        plan = self._service.prepare_store(keys, client="benchmark", start=0, rank=None)
+        assert isinstance(plan, StorePlan)  # memory alone has nothing to wait for
+        return plan
 
     def _prepare_and_complete(self) -> TimedElsewhere:
         """What `prepare_stores` does: packed keys in, a packed plan out."""
@@ -125,7 +133,7 @@ class _World:
         self._next_prompt += 1
         begin = time.perf_counter()
         keys = unpack_keys(unpack(packed))
-        plan = self._service.prepare_store(keys, client="benchmark", start=0, rank=None)
+        plan = self._planned(keys)
         pack(_packed_plan(plan))
         time_s = time.perf_counter() - begin
         self._complete(plan)

@@ -12,9 +12,12 @@ from lmcache_ray.arena.spec import ArenaGeometry, ArenaSpec
 from lmcache_ray.index.cache_index import CacheIndex
 from lmcache_ray.index.plans import ChunkRef
 from lmcache_ray.index.policy import make_policy
-from lmcache_ray.index_service import IndexService, LocalIndex
+from lmcache_ray.index_service import IndexService
 from lmcache_ray.layout import WorldLayout
 from lmcache_ray.shard import EngineShard
+from lmcache_ray.tiers.local_index import LocalIndex
+from lmcache_ray.tiers.tier_service import TierService
+from lmcache_ray.tiers.tiered_index import TieredIndex
 from tests.contract.lifecycle_suite import LifecycleSuite, MakeWorld
 
 
@@ -27,7 +30,9 @@ class InProcessWorld:
         index = CacheIndex(
             num_slots, layout.holders, make_policy("LRU"), epoch=1, call_timeout_s=600, lease_timeout_s=600
         )
-        self._service = IndexService(index, clock=time.monotonic, free_slots=self._free_slots)
+        tiers = TieredIndex.of_memory(index)
+        self._service = IndexService(tiers, clock=time.monotonic, free_slots=self._free_slots)
+        self._tiers = TierService(self._service, disk=None, remote=None, call_timeout_s=600, clock=time.monotonic)
 
     def _free_slots(self, ranks: Sequence[int], refs: Sequence[ChunkRef]) -> Sequence[int]:
         for rank in ranks:
@@ -35,13 +40,13 @@ class InProcessWorld:
         return ranks
 
     def client(self, name: str) -> LocalIndex:
-        return LocalIndex(self._service, name)
+        return LocalIndex(self._service, self._tiers, name, timeout_s=600)
 
     def check_idle(self) -> None:
         with self._service.at_now() as (index, _):
             index.check_integrity()
-            counts = index.counts()
-            cached = {(ref.key, ref.slot, ref.generation) for ref, _ in index.entries()}
+            counts = index.memory.counts()
+            cached = {(ref.key, ref.slot, ref.generation) for ref, _ in index.memory.entries()}
         assert (counts.leases, counts.plans, counts.writing, counts.quarantined) == (0, 0, 0, 0)
         for shard in self.shards.values():
             shard.slots.check_integrity()

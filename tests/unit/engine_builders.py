@@ -59,12 +59,12 @@ class World:
 
     @contextmanager
     def index_at_rest(self) -> Iterator[CacheIndex]:
-        """The one index, which nobody changes meanwhile; overdue leases and plans are ended."""
+        """The one index of memory, which nobody changes meanwhile; overdue leases and plans are ended."""
         with self.engines[0]._parts.index._service.at_now() as (index, _):  # type: ignore[attr-defined]
-            yield index
+            yield index.memory
 
     def index(self) -> CacheIndex:
-        """The one index, for when no other thread is at work."""
+        """The one index of memory, for when no other thread is at work."""
         with self.index_at_rest() as index:
             return index
 

@@ -2,10 +2,9 @@
 
 import pytest
 
-from lmcache_ray.clearing import ClearResult, names_cpu_tier, tiers_of
+from lmcache_ray.clearing import ClearResult, tiers_of
 from lmcache_ray.dtypes import KVDtype
 from lmcache_ray.errors import InvalidRequestError
-from lmcache_ray.index_service import ClearCounts
 from lmcache_ray.layout import Placement, ShardSpec, uniform_world
 from lmcache_ray.tiers.counts import TierClearCounts
 from lmcache_ray.tiers.spec import Tier
@@ -30,7 +29,6 @@ FIRST_RANK = uniform_world([GROUP], chunk_size=4, world_size=3, placement=Placem
 )
 def test_our_names_and_those_of_lmcache_mean_the_same_tiers(tiers: list[str] | None, meant: set[Tier]) -> None:
     assert tiers_of(tiers, argument="locations") == meant
-    assert names_cpu_tier(tiers, argument="locations") is (Tier.CPU in meant)
 
 
 @pytest.mark.parametrize(
@@ -44,9 +42,8 @@ def test_our_names_and_those_of_lmcache_mean_the_same_tiers(tiers: list[str] | N
     ],
 )
 def test_unknown_tiers_are_refused(tiers: object, named: str) -> None:
-    for reader in (tiers_of, names_cpu_tier):
-        with pytest.raises(InvalidRequestError, match=f"locations.*{named}"):
-            reader(tiers, argument="locations")  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match=f"locations.*{named}"):
+        tiers_of(tiers, argument="locations")  # type: ignore[arg-type]
 
 
 # Five chunks lay in memory and on disk, two of them leased in memory; three more lay on disk alone.
@@ -67,9 +64,12 @@ def test_ranks_that_hold_nothing_clear_nothing() -> None:
 
 
 def test_a_world_that_has_memory_alone() -> None:
-    result = ClearResult.of_memory(ClearCounts(5, 2, (1,)), PER_RANK)
+    result = ClearResult.of(TierClearCounts({Tier.CPU: 5}, {Tier.CPU: 2}, 5, 2, (1,)), PER_RANK)
     assert result == ClearResult({"cpu": [5, 5, 5]}, {"cpu": [2, 2, 2]}, (1,), 5, 2)
-    assert ClearResult.nothing(FIRST_RANK) == ClearResult({"cpu": [0, 0, 0]}, {"cpu": [0, 0, 0]}, (), 0, 0)
+
+
+def test_a_clear_of_no_tier() -> None:
+    assert ClearResult.of(TierClearCounts({}, {}, 0, 0), FIRST_RANK) == ClearResult({}, {}, (), 0, 0)
 
 
 @pytest.mark.parametrize("tiers", ["cpu", 5, {"cpu": 1}])

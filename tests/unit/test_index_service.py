@@ -9,7 +9,12 @@ import pytest
 from lmcache_ray.errors import InvalidRequestError
 from lmcache_ray.index.cache_index import CacheIndex
 from lmcache_ray.index.plans import ChunkRef, IndexCounts
-from lmcache_ray.index_service import ClearCounts, IndexService, LeaseNames, LocalIndex, rank_client
+from lmcache_ray.index_service import IndexService, LeaseNames, rank_client
+from lmcache_ray.tiers.counts import TierClearCounts
+from lmcache_ray.tiers.local_index import LocalIndex
+from lmcache_ray.tiers.spec import Tier
+from lmcache_ray.tiers.tier_service import TierService
+from lmcache_ray.tiers.tiered_index import TieredIndex
 from tests.unit.index_builders import keys_of, make_index
 
 CALL_S, LEASE_S = 10.0, 100.0  # those of make_index
@@ -30,19 +35,27 @@ class Ranks:
 
 
 class Door:
-    """A service over an index of two ranks, with a clock that stands still until it is moved."""
+    """A service over an index of two ranks, memory alone, with a clock that stands still until it is moved."""
 
     def __init__(self, num_slots: int = 4, *absent: int) -> None:
         self.now = 0.0
         self.ranks = Ranks(*absent)
-        self.service = IndexService(make_index(num_slots), clock=lambda: self.now, free_slots=self.ranks.free_slots)
-        self.client = LocalIndex(self.service, "client")
+        index = TieredIndex.of_memory(make_index(num_slots))
+        self.service = IndexService(index, clock=self.clock, free_slots=self.ranks.free_slots)
+        self.tiers = TierService(self.service, disk=None, remote=None, call_timeout_s=CALL_S, clock=self.clock)
+        self.client = self.client_of("client")
+
+    def clock(self) -> float:
+        return self.now
+
+    def client_of(self, name: str) -> LocalIndex:
+        return LocalIndex(self.service, self.tiers, name, timeout_s=CALL_S)
 
     def index(self) -> CacheIndex:
         with self.service.at_now() as (index, now):
             assert now == self.now
             index.check_integrity()
-            return index
+            return index.memory
 
     def counts(self) -> IndexCounts:
         return self.index().counts()
@@ -51,6 +64,11 @@ class Door:
         keys = keys_of(text)
         plan = self.client.prepare_store(keys, start=start, rank=None)
         return self.client.complete_store(plan, keys, {rank: [True] * len(plan.refs) for rank in (0, 1)})
+
+
+def cleared(num_removed: int, num_kept: int, *pending: int) -> TierClearCounts:
+    """What a clear of memory alone answers."""
+    return TierClearCounts({Tier.CPU: num_removed}, {Tier.CPU: num_kept}, num_removed, num_kept, pending)
 
 
 @pytest.fixture
@@ -80,7 +98,7 @@ def test_a_kept_load_outlasts_time_eviction_and_clear_and_ends_with_its_client(d
     assert door.service.keep("unknown", max_slots=2) is False
     door.now = 1e9
     assert door.store("wxyz") == 2
-    assert door.client.clear(None) == ClearCounts(2, 2)
+    assert door.client.clear(None) == cleared(2, 2)
     assert (door.index().kept(), door.client.lookup(keys_of("ab"), None)) == ((1, len(plan.refs)), 2)
     door.service.drop_client("client")
     assert (door.index().kept(), door.counts().leases) == ((0, 0), 0)
@@ -136,9 +154,9 @@ def test_a_load_is_pinned_once_under_each_name(door: Door) -> None:
     assert door.counts().leases == 2
     door.client.release(["one", "one", "never"])
     assert door.counts().leases == 1
-    assert door.client.clear(None) == ClearCounts(1, 2)
+    assert door.client.clear(None) == cleared(1, 2)
     door.client.release(["two"])
-    assert door.client.clear(None) == ClearCounts(2, 0)
+    assert door.client.clear(None) == cleared(2, 0)
 
 
 def test_a_load_of_nothing_pins_nothing(door: Door) -> None:
@@ -198,18 +216,18 @@ def test_a_store_that_nobody_answers_for_ends_by_the_clock(door: Door) -> None:
 
 def test_clear_frees_the_slots_on_every_rank_before_it_returns(door: Door) -> None:
     door.store("abcd")
-    assert door.client.clear(keys_of("bdx")) == ClearCounts(2, 0)
+    assert door.client.clear(keys_of("bdx")) == cleared(2, 0)
     assert door.ranks.freed == {0: keys_of("bd"), 1: keys_of("bd")}
     assert (door.counts().ready, door.counts().free, door.counts().plans) == (2, 2, 0)
-    assert door.client.clear([]) == ClearCounts(0, 0)
-    assert door.client.clear(None) == ClearCounts(2, 0)
-    assert door.client.clear(None) == ClearCounts(0, 0)
+    assert door.client.clear([]) == cleared(0, 0)
+    assert door.client.clear(None) == cleared(2, 0)
+    assert door.client.clear(None) == cleared(0, 0)
 
 
 def test_clear_has_the_ranks_drop_what_is_being_written_too(door: Door) -> None:
     door.store("a")
     writing = door.client.prepare_store(keys_of("abc"), start=0, rank=None)
-    assert door.client.clear(None) == ClearCounts(1, 0)
+    assert door.client.clear(None) == cleared(1, 0)
     assert {rank: sorted(keys) for rank, keys in door.ranks.freed.items()} == dict.fromkeys((0, 1), keys_of("abc"))
     assert door.counts().quarantined == 2, "their writers have not answered"
     assert door.client.complete_store(writing, keys_of("abc"), {rank: [True, True] for rank in (0, 1)}) == 0
@@ -219,7 +237,7 @@ def test_clear_has_the_ranks_drop_what_is_being_written_too(door: Door) -> None:
 def test_ranks_out_of_reach_are_pending_and_their_slots_unused() -> None:
     door = Door(4, 1)
     door.store("abc")
-    assert door.client.clear(None) == ClearCounts(3, 0, (1,))
+    assert door.client.clear(None) == cleared(3, 0, 1)
     assert door.client.lookup(keys_of("abc"), None) == 0
     assert (door.counts().quarantined, door.counts().free) == (3, 1)
     assert door.store("abc") == 1, "the rest finds no room yet"
@@ -240,16 +258,16 @@ def test_a_lookup_id_means_one_lease_within_its_scope_and_nothing_outside() -> N
 def test_clients_of_different_scopes_do_not_end_each_others_lookups(door: Door) -> None:
     door.store("abcd")
     names = [LeaseNames(scope, scope) for scope in ("one", "other")]
-    clients = [LocalIndex(door.service, scope) for scope in ("one", "other")]
+    clients = [door.client_of(scope) for scope in ("one", "other")]
     for client, name, text in zip(clients, names, ("ab", "abcd"), strict=True):
         assert client.lookup(keys_of(text), name.for_lookup("r")) == len(text)
     clients[0].release([names[0].for_lookup("r")])
-    assert clients[1].clear(None) == ClearCounts(0, 4), "the other's four are still pinned"
+    assert clients[1].clear(None) == cleared(0, 4), "the other's four are still pinned"
     clients[0].lookup(keys_of("a"), names[0].for_lookup("r"))
     door.service.drop_client("one")
     assert door.counts().leases == 1
     clients[1].release([names[1].for_lookup("r")])
-    assert clients[1].clear(None) == ClearCounts(4, 0)
+    assert clients[1].clear(None) == cleared(4, 0)
 
 
 @pytest.mark.parametrize("lookup_id", ["", None, 7])
@@ -264,7 +282,7 @@ def test_many_threads_at_once_keep_the_index_sound() -> None:
 
     def work(seed: int) -> None:
         rng = random.Random(seed)
-        client = LocalIndex(door.service, f"client {seed}")
+        client = door.client_of(f"client {seed}")
         try:
             for step in range(150):
                 keys = keys_of("abcdefgh"[: rng.randint(1, 8)] + rng.choice("xyz"))

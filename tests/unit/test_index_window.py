@@ -48,9 +48,10 @@ def run(index: CacheIndex, prompts: list[Prompt], window: int) -> Outcome:
     while position < len(prompts):
         batch = prompts[position : position + window]
         lease_ids = [f"load {position + offset}" for offset in range(len(batch))]
-        planned = plan_window(index, batch, client="replay", now=0.0, lease_ids=lease_ids)
+        planned, stopped_by = plan_window(index.prepare_request, batch, client="replay", now=0.0, lease_ids=lease_ids)
         index.check_integrity()
         assert 1 <= len(planned) <= len(batch)
+        assert (stopped_by is None) is (len(planned) == len(batch))
         for load, plan in planned:
             stored, evicted = [ref.key for ref in plan.refs], [ref.key for ref in plan.evicted]
             decisions.append((len(load.refs), stored, evicted, plan.num_refused))
@@ -110,26 +111,34 @@ def test_window_64_decides_as_window_1_on_a_chat_like_workload(policy: str, seed
     assert wide.num_windows < 0.8 * single.num_windows, "windows that always hold one request prove nothing"
 
 
-def plan(index: CacheIndex, *texts: str) -> list[StorePlan]:
+def plan_and_reason(index: CacheIndex, *texts: str) -> tuple[list[StorePlan], Deferred | None]:
     lease_ids = [str(number) for number in range(len(texts))]
-    planned = plan_window(index, [keys_of(text) for text in texts], client="c", now=0.0, lease_ids=lease_ids)
-    return [stored for _, stored in planned]
+    prompts = [keys_of(text) for text in texts]
+    planned, stopped_by = plan_window(index.prepare_request, prompts, client="c", now=0.0, lease_ids=lease_ids)
+    return [stored for _, stored in planned], stopped_by
+
+
+def plan(index: CacheIndex, *texts: str) -> list[StorePlan]:
+    return plan_and_reason(index, *texts)[0]
 
 
 def test_unrelated_requests_share_a_window() -> None:
-    assert [names(stored.refs) for stored in plan(make_index(9), "abc", "def", "ghi")] == ["abc", "def", "ghi"]
+    plans, stopped_by = plan_and_reason(make_index(9), "abc", "def", "ghi")
+    assert ([names(stored.refs) for stored in plans], stopped_by) == (["abc", "def", "ghi"], None)
 
 
 def test_a_request_that_must_load_what_an_earlier_one_stores_ends_the_window() -> None:
     index = make_index(9)
-    assert [names(stored.refs) for stored in plan(index, "ab", "xy", "abc", "z")] == ["ab", "xy"]
+    plans, stopped_by = plan_and_reason(index, "ab", "xy", "abc", "z")
+    assert ([names(stored.refs) for stored in plans], stopped_by) == (["ab", "xy"], Deferred.KEY_BEING_WRITTEN)
     assert index.counts().leases == 0
     assert contents(index) == "" and index.counts().writing == 4
 
 
 def test_a_request_that_would_evict_what_an_earlier_one_stores_or_loads_ends_the_window() -> None:
     index = make_index(4)
-    assert len(plan(index, "ab", "cd", "ef")) == 2
+    plans, stopped_by = plan_and_reason(index, "ab", "cd", "ef")
+    assert (len(plans), stopped_by) == (2, Deferred.ROOM_IN_USE)
     index = make_index(4)
     store(index, "ab")
     assert len(plan(index, "ab", "cd", "ef")) == 2
@@ -166,4 +175,4 @@ def test_the_first_request_is_planned_whatever_is_unfinished() -> None:
 def test_no_requests_need_no_plans_and_each_needs_a_lease_id() -> None:
     assert plan(make_index(2)) == []
     with pytest.raises(InvalidRequestError, match=r"1 requests.*not 0"):
-        plan_window(make_index(2), [keys_of("a")], client="c", now=0.0, lease_ids=[])
+        plan_window(make_index(2).prepare_request, [keys_of("a")], client="c", now=0.0, lease_ids=[])
