@@ -248,16 +248,18 @@ class CacheIndex:
     def adopt(self, chunks: Sequence[tuple[bytes, int]]) -> list[int]:
         """Take in (key, generation) pairs as READY chunks of earlier lives, the least recently used first.
 
-        Their generations are of earlier epochs. Of what does not fit the oldest are left out, as are all but the newest of
-        a key; answers the positions that were.
+        Their generations are of earlier epochs. Of what does not fit the oldest are left out, as are all but the newest
+        of a key; answers the positions that were.
         """
         return self.table.adopt(chunks)
 
     def evict(self, refs: Iterable[ChunkRef], *, even_leased: bool = False) -> list[ChunkRef]:
-        """Forget those of `refs` that are READY and not leased, whatever the policy says; which these were."""
+        """Forget those of `refs` that are READY and not leased, or leased even so; which these were."""
         pinned = () if even_leased else self._leases.pinned
         evicted = [ref for ref in refs if self.table.is_ready(ref) and ref.slot not in pinned]
-        self.table.evict([ref.slot for ref in evicted])
+        slots = [ref.slot for ref in evicted]
+        self._leases.forget(slots)
+        self.table.evict(slots)
         return evicted
 
     # ------------------------------------------------------------------------------------------------ clearing

@@ -4,7 +4,7 @@ Apart from the slots, because a pin is never a bare count: it belongs to one lea
 second release does nothing, asking again does not pin twice, and a dead client leaves nothing behind.
 """
 
-from collections.abc import Iterable, KeysView
+from collections.abc import Collection, Iterable, KeysView
 from dataclasses import dataclass
 from math import inf
 
@@ -65,6 +65,20 @@ class LeaseTable:
             self._endless.discard(lease_id)
             _discount(self._kept, lease.slots)
         return True
+
+    def forget(self, slots: Collection[int]) -> None:
+        """These slots hold nothing any more: leases go on without them, and one that held nothing else ends."""
+        gone = self._pins.keys() & slots
+        for lease_id, lease in list(self._leases.items()) if gone else ():
+            lost = [slot for slot in lease.slots if slot in gone]
+            if not lost:
+                continue
+            lease.slots = tuple(slot for slot in lease.slots if slot not in gone)
+            _discount(self._pins, lost)
+            if lease_id in self._endless:
+                _discount(self._kept, lost)
+            if not lease.slots:
+                self.release(lease_id)
 
     def renew(self, lease_id: str, now: float) -> bool:
         """Let a lease last its full time from now; False if there is none of that id (any more)."""

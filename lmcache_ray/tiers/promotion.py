@@ -6,6 +6,7 @@ planned whole for every prompt but the first of a call, so that prompts that are
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Final, Generic, TypeVar
 
 from lmcache_ray.index.plans import ChunkRef, Deferred
@@ -54,7 +55,8 @@ def plan_promotion(
     """Pin the leading cached chunks of `keys` in memory, and reserve slots there for those that lie below.
 
     `found` are chunks of the remote store. Without `whole` the leading part that fits is promoted; with it all of the
-    run or nothing: Deferred, and no lease. Whoever carries it out reports by `complete_promotion`, in any case.
+    run or nothing: Deferred, and no lease. Whoever carries it out reports by `complete_promotion`, in any case. Of
+    chunks that others are bringing up it waits for no longer than until `stop_waiting`; as they come, they are pinned.
     """
     table = index.memory.table
     run = []
@@ -74,6 +76,8 @@ def plan_promotion(
     if index.disk is not None:
         read = [ref.key for ref in disk.values()]
         index.disk.hold(read, promotion.disk_lease_id, TIERS_CLIENT, now, timeout_s=timeout_s)
+    if index.is_coming_up(run):
+        index.awaiting[lease_id] = (run, client)
     index.coming_up.update({ref.generation: Tier.DISK for at, ref in enumerate(plan.refs) if at in disk})
     index.coming_up.update({ref.generation: Tier.REMOTE for at, ref in enumerate(plan.refs) if at in remote})
     return promotion
@@ -90,19 +94,34 @@ def complete_promotion(
 ) -> list[ChunkRef]:
     """Take in which chunks each rank has filled, and which are `gone` from the disk: the disk refs that are forgotten.
 
-    The leading chunks that are in memory now stay pinned. Ranks without flags have still to answer.
+    The leading chunks that are in memory now stay pinned, also for those who wait for them. Ranks without flags have
+    still to answer.
     """
     for rank, filled in flags.items():
         done = [at for at, flag in enumerate(filled) if flag]
         failed = [at for at, flag in enumerate(filled) if not flag]
         index.complete_store(promotion.plan_id, [rank], done=done, failed=failed)
-    for ref in promotion.refs:
-        index.coming_up.pop(ref.generation, None)
     lost: list[ChunkRef] = []
     if index.disk is not None:
         index.disk.release(promotion.disk_lease_id)
         lost = index.disk.evict([promotion.disk[at] for at in gone if at in promotion.disk], even_leased=True)
-    table = index.memory.table
-    ready = promotion.keys[: len(table.ready_run(promotion.keys))]
-    index.memory.hold(ready, promotion.lease_id, promotion.client, now, timeout_s=timeout_s)
+    _pin(index, promotion.keys, promotion.lease_id, promotion.client, now, timeout_s)
+    for lease_id, (keys, client) in index.awaiting.items():
+        _pin(index, keys, lease_id, client, now, timeout_s)
+    for ref in promotion.refs:
+        index.coming_up.pop(ref.generation, None)
+    index.trim()
     return lost
+
+
+def stop_waiting(index: TieredIndex, promotion: Promotion[Remote]) -> None:
+    """Nobody waits any more for what others were bringing up of this prompt."""
+    index.awaiting.pop(promotion.lease_id, None)
+
+
+def _pin(
+    index: TieredIndex, keys: Sequence[bytes], lease_id: str, client: str, now: float, timeout_s: float
+) -> None:
+    """Pin those of `keys` that are in memory, up to the first that is neither there nor on its way."""
+    run = takewhile(index.memory.table.slot_of.__contains__, keys)
+    index.memory.hold(run, lease_id, client, now, timeout_s=timeout_s)

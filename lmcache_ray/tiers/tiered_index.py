@@ -45,6 +45,8 @@ class TieredIndex:
         self.disk: CacheIndex | None = None
         self.coming_up: Final[dict[int, Tier]] = {}
         """Generations of memory slots that are being filled from below, and where from."""
+        self.awaiting: Final[dict[str, tuple[Sequence[bytes], str]]] = {}
+        """Leases of those who wait for what others bring up, until they load or release: their keys and client."""
         self.suspended: Final[set[Tier]] = set()
         """Tiers below that are out of order: nothing is held back for them."""
 
@@ -76,6 +78,11 @@ class TieredIndex:
             else:
                 break
         return found
+
+    def is_coming_up(self, keys: Sequence[bytes]) -> bool:
+        """Whether some of `keys` are being brought into memory from below."""
+        table = self.memory.table
+        return any(table.generation_of[table.slot_of[key]] in self.coming_up for key in keys if table.is_writing(key))
 
     def lookup(
         self, keys: Sequence[bytes], lease_id: str | None, *, client: str, now: float, tiers: Collection[Tier]
@@ -111,12 +118,20 @@ class TieredIndex:
     def prepare_load(
         self, keys: Sequence[bytes], *, lease_id: str, client: str, now: float, start: int = 0
     ) -> LoadPlan:
-        """As `CacheIndex.prepare_load`, of what is in memory; on the disk it is a use as well."""
+        """As `CacheIndex.prepare_load`, of what is in memory; on the disk it is a use as well.
+
+        What stands before `start` need only be cached, in whichever tier.
+        """
+        self.awaiting.pop(lease_id, None)
         self._touch_disk(keys)
-        return self.memory.prepare_load(keys, lease_id=lease_id, client=client, now=now, start=start)
+        if self.disk is None or not start or len(self.run(keys[:start])) < start:
+            return self.memory.prepare_load(keys, lease_id=lease_id, client=client, now=now, start=start)
+        plan = self.memory.prepare_load(keys[start:], lease_id=lease_id, client=client, now=now)
+        return replace(plan, start=start)
 
     def release(self, lease_id: str) -> bool:
         """End a lease in every tier; False if there was none."""
+        self.awaiting.pop(lease_id, None)
         ended = [index.release(lease_id) for index in self._indexes()]
         self.trim()
         return any(ended)
@@ -132,6 +147,8 @@ class TieredIndex:
 
     def drop_client(self, client: str) -> None:
         """A client has ended."""
+        for lease_id in [lease_id for lease_id, (_, awaiter) in self.awaiting.items() if awaiter == client]:
+            del self.awaiting[lease_id]
         for index in self._indexes():
             index.drop_client(client)
         self.trim()
@@ -156,13 +173,16 @@ class TieredIndex:
         self, keys: Sequence[bytes], *, lease_id: str, client: str, now: float, defer: bool, patient: bool
     ) -> tuple[LoadPlan, StorePlan] | Deferred:
         """As `CacheIndex.prepare_request`, `patient` as above. Only what is in memory is loaded."""
+        self.awaiting.pop(lease_id, None)
         whole = patient and self.num_behind > 0
         planned = self.memory.prepare_request(
             keys, lease_id=lease_id, client=client, now=now, defer=defer, whole=whole
         )
-        if not isinstance(planned, Deferred):
-            self._touch_disk(keys)
-        return planned
+        if isinstance(planned, Deferred) or self.disk is None:
+            return planned
+        self._touch_disk(keys)
+        load, store = planned
+        return load, replace(store, num_ready=len(self.run(keys)))
 
     @property
     def num_behind(self) -> int:
@@ -175,6 +195,7 @@ class TieredIndex:
         """As `CacheIndex.complete_store`; what becomes READY is to go down."""
         known = self.memory.complete_store(plan_id, ranks, done=done, failed=failed)
         self._send_down(self.memory.table.take_newly_ready())
+        self.trim()
         return known
 
     def _send_down(self, ready: Sequence[ChunkRef]) -> None:
@@ -182,8 +203,6 @@ class TieredIndex:
             group = [ref for ref in ready if self._is_new_to(tier, ref)]
             if group:
                 backlog.add(group)
-        for ref in ready:
-            self.coming_up.pop(ref.generation, None)
 
     def _is_new_to(self, tier: Tier, ref: ChunkRef) -> bool:
         """What came from a remote store goes to the disk too, but nothing goes back where it came from, or is."""
@@ -195,12 +214,12 @@ class TieredIndex:
         return source is None
 
     def trim(self) -> None:
-        """Where memory only stages: forget what nobody reads and no tier waits for."""
+        """Where memory only stages: forget what nobody reads, no tier waits for, and is not just coming up."""
         if self.keeps_in_memory:
             return
-        table = self.memory.table
-        idle = [slot for slot in table.policy.candidates() if not any(slot in log for log in self.backlogs.values())]
-        self.memory.evict([ref for ref in table.refs(idle) if table.is_ready(ref)])
+        table, held_back = self.memory.table, HeldBack(self.backlogs.values())
+        idle = [slot for slot in table.policy.candidates() if slot not in held_back]
+        self.memory.evict([ref for ref in table.refs(idle) if ref.generation not in self.coming_up])
 
     # -- clearing -----------------------------------------------------------------------------------------------------
 
@@ -214,10 +233,14 @@ class TieredIndex:
     def clear_disk(self, keys: Sequence[bytes] | None) -> ClearPlan:
         """Forget these keys (None: all) on the disk, but for leased ones; the files of `refs` and `aborted` must go.
 
-        Complete at once: a file's generation is never given out again, so nobody can take it for another's.
+        What waits in memory to be copied there does so no more. Complete at once: a file's generation is never given
+        out again, so nobody can take it for another's.
         """
         if self.disk is None:
             return ClearPlan(0, (), (), ())
+        table = self.memory.table
+        self.backlogs[Tier.DISK].done(table.refs(table.ready_among(table.slot_of if keys is None else keys)))
+        self.trim()
         plan = self.disk.prepare_clear(keys)
         for rank in self.disk.holders:
             self.disk.complete_clear(plan.plan_id, rank)

@@ -46,6 +46,7 @@ def next_disk_writes(index: TieredIndex, *, most: int, now: float) -> DiskWrites
             sources += chosen
             plans.append(plan)
     if not plans:
+        index.trim()
         return None
     targets = tuple(ref for plan in plans for ref in plan.refs)
     evicted = tuple(ref for plan in plans for ref in plan.evicted)
