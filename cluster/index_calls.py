@@ -106,15 +106,7 @@ class IndexCalls:
         """Pin what each prompt can load, and say where it lies; or that part of it has to come up first."""
         if not self._membership.can_serve():
             return [PlannedLoad(item.start, _NO_REFS) for item in items]
-        if not self._world.tiers.has_lower:
-            return self._prepare_loads(client, items)
-        must_wait = [self._tiers.promoter.may_have_more(unpack_keys(item.keys)) for item in items]
-        ready = [item for item, waits in zip(items, must_wait, strict=True) if not waits]
-        planned = iter(self._prepare_loads(client, ready))
-        return [
-            PlannedLoad(item.start, _NO_REFS, must_wait=True) if waits else next(planned)
-            for item, waits in zip(items, must_wait, strict=True)
-        ]
+        return self._prepare_loads(client, items, may_wait=self._world.tiers.has_lower)
 
     def promote_loads(self, client: str, items: Sequence[LoadItem], wait_s: float) -> list[PlannedLoad]:
         """Bring up what the leading items can load, at least one's; the others must wait until these are loaded."""
@@ -125,8 +117,9 @@ class IndexCalls:
             [item.lease_ids[0] for item in items],
             client=client,
             timeout_s=wait_s,
+            starts=[item.start for item in items],
         )
-        planned = self._prepare_loads(client, items[: len(promoted)])
+        planned = self._prepare_loads(client, items[: len(promoted)], may_wait=False)
         return planned + [PlannedLoad(item.start, _NO_REFS, must_wait=True) for item in items[len(promoted) :]]
 
     def promote(
@@ -138,16 +131,23 @@ class IndexCalls:
         )
         return [(counts.disk, counts.remote) for counts in promoted]
 
-    def _prepare_loads(self, client: str, items: Sequence[LoadItem]) -> list[PlannedLoad]:
+    def _prepare_loads(self, client: str, items: Sequence[LoadItem], *, may_wait: bool) -> list[PlannedLoad]:
         if not any(item.keep for item in items):
-            return [self._prepare_load(client, item, may_keep=False) for item in items]
+            return [self._prepare_load(client, item, may_wait=may_wait, may_keep=False) for item in items]
         with self._clients.while_known(client) as is_known:  # a lease kept for nobody would never end
-            return [self._prepare_load(client, item, may_keep=is_known) for item in items]
+            return [self._prepare_load(client, item, may_wait=may_wait, may_keep=is_known) for item in items]
 
-    def _prepare_load(self, client: str, item: LoadItem, *, may_keep: bool) -> PlannedLoad:
+    def _prepare_load(self, client: str, item: LoadItem, *, may_wait: bool, may_keep: bool) -> PlannedLoad:
+        keys = unpack_keys(item.keys)
         plan = self._service.prepare_load(
-            unpack_keys(item.keys), client=client, start=item.start, lease_ids=item.lease_ids
+            keys,
+            client=client,
+            start=item.start,
+            lease_ids=item.lease_ids,
+            has_more=lambda index: may_wait and self._tiers.promoter.may_have_more(index, keys, item.start),
         )
+        if isinstance(plan, Deferred):
+            return PlannedLoad(item.start, _NO_REFS, must_wait=True)
         asked = item.keep and may_keep and bool(plan.refs)
         is_kept = asked and self._service.keep(plan.lease_id, max_slots=self._world.max_viewed_slots)
         return _packed_load(plan, is_kept=is_kept)
@@ -224,7 +224,7 @@ class IndexCalls:
         def prepare(
             keys: Sequence[bytes], *, lease_id: str, client: str, now: float, defer: bool
         ) -> PlannedRequest | Deferred:
-            if lease_id not in is_up and self._tiers.promoter.may_have_more_in(index, keys):
+            if lease_id not in is_up and self._tiers.promoter.may_have_more(index, keys):
                 return Deferred.BELOW
             return index.prepare_request(
                 keys, lease_id=lease_id, client=client, now=now, defer=defer, patient=patient

@@ -75,7 +75,11 @@ class InProcessWorld:
         )
         self._service = IndexService(index, clock=time.monotonic, free_slots=self._free_slots)
         self._tier_ranks, self._tiers = self._make_tiers(make_index)
-        self._tiers.open(settings.call_timeout_s)
+        try:
+            self._tiers.open(settings.call_timeout_s)
+        except BaseException:
+            self._close_tiers()
+            raise
 
     def _make_tiers(self, make_index: MakeIndex) -> tuple[LocalTierRanks, TierService]:
         """What moves chunks below memory; where no rank holds any there is nothing to move."""

@@ -90,6 +90,11 @@ class IndexService:
         """Chunks that fit in memory."""
         return self._index.memory.table.capacity
 
+    @property
+    def keeps_in_memory(self) -> bool:
+        """Whether chunks stay in memory when nobody reads them."""
+        return self._index.keeps_in_memory
+
     @contextmanager
     def at_now(self) -> Iterator[tuple[TieredIndex, float]]:
         """The index under its lock, overdue leases and plans ended, and the present time."""
@@ -166,9 +171,22 @@ class IndexService:
             if index.backlogs:
                 self._moved.notify_all()
 
-    def prepare_load(self, keys: Sequence[bytes], *, client: str, start: int, lease_ids: Sequence[str]) -> LoadPlan:
-        """Pin ``keys[start:]`` as far as READY from key 0 under each of `lease_ids`; see `IndexClient.prepare_load`."""
+    def prepare_load(
+        self,
+        keys: Sequence[bytes],
+        *,
+        client: str,
+        start: int,
+        lease_ids: Sequence[str],
+        has_more: Callable[[TieredIndex], bool] = lambda index: False,
+    ) -> LoadPlan | Deferred:
+        """Pin ``keys[start:]`` as far as READY from key 0 under each of `lease_ids`; see `IndexClient.prepare_load`.
+
+        Deferred, and no change, if ``has_more(index)`` says that more should be brought into memory first.
+        """
         with self.at_now() as (index, now):
+            if has_more(index):
+                return Deferred.BELOW
             plan = index.prepare_load(keys, lease_id=lease_ids[0], client=client, now=now, start=start)
             for rank, lease_id in enumerate(lease_ids[1:], start=1):
                 if rank not in self._lost_ranks:

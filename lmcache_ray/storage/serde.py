@@ -51,10 +51,30 @@ def make_serde(name: str) -> Serde:
     if name == "zstd":
         return ZstdSerde()
     if name == "fp8":
-        from lmcache_ray.storage.serde_fp8 import Fp8Serde  # imports torch
-
         return Fp8Serde()
     raise ConfigError(f"remote_serde {shown(name)} is not known; accepted: {', '.join(NAMES)}")
+
+
+class Fp8Serde:
+    """A `Serde` that rounds 16-bit floats to 8 bits: see `serde_fp8.py`.
+
+    That is imported, and torch with it, by the first shard that is moved: whoever only asks for names needs neither.
+    """
+
+    name = "fp8"
+    is_lossy = True
+
+    def encode(self, data: np.ndarray, layout: RankLayout, num_tokens: int) -> Buffer:
+        """As `Serde`."""
+        from lmcache_ray.storage.serde_fp8 import encode
+
+        return encode(data, layout, num_tokens)
+
+    def decode(self, encoded: Buffer, data: np.ndarray, layout: RankLayout) -> None:
+        """As `Serde`."""
+        from lmcache_ray.storage.serde_fp8 import decode
+
+        decode(encoded, data, layout)
 
 
 class NaiveSerde:

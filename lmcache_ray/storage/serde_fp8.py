@@ -30,35 +30,30 @@ _SMALLEST_SCALE: Final = torch.finfo(torch.float32).tiny  # never 0, and no divi
 _ROUNDED: Final = frozenset((KVDtype.FLOAT16, KVDtype.BFLOAT16))
 
 
-class Fp8Serde:
-    """A `Serde`."""
+def encode(data: np.ndarray, layout: RankLayout, num_tokens: int) -> Buffer:
+    """As `Serde.encode`."""
+    encoded = np.zeros(_encoded_nbytes(layout), np.uint8)
+    shard = meant_bytes(data, layout, num_tokens)
+    for group, plain, scales, elements in _parts(shard, encoded, layout):
+        if group.dtype in _ROUNDED:
+            _round(_planes(plain, group), scales, _planes(elements, group, _FP8))
+        else:
+            elements[:] = plain
+    return encoded.data
 
-    name = "fp8"
-    is_lossy = True
 
-    def encode(self, data: np.ndarray, layout: RankLayout, num_tokens: int) -> Buffer:
-        """As `Serde`."""
-        encoded = np.zeros(_encoded_nbytes(layout), np.uint8)
-        shard = meant_bytes(data, layout, num_tokens)
-        for group, plain, scales, elements in _parts(shard, encoded, layout):
-            if group.dtype in _ROUNDED:
-                _round(_planes(plain, group), scales, _planes(elements, group, _FP8))
-            else:
-                elements[:] = plain
-        return encoded.data
-
-    def decode(self, encoded: Buffer, data: np.ndarray, layout: RankLayout) -> None:
-        """As `Serde`."""
-        view, expected = memoryview(encoded), _encoded_nbytes(layout)
-        if view.nbytes != expected:
-            raise DamagedChunkError(f"{view.nbytes} bytes, where a shard of this layout has {expected} as fp8")
-        stored = np.frombuffer(view, np.uint8).copy()  # torch wants aligned memory that may be written
-        data[:] = 0
-        for group, plain, scales, elements in _parts(data, stored, layout):
-            if group.dtype in _ROUNDED:
-                _restore(_planes(elements, group, _FP8), scales, _planes(plain, group))
-            else:
-                plain[:] = elements
+def decode(encoded: Buffer, data: np.ndarray, layout: RankLayout) -> None:
+    """As `Serde.decode`."""
+    view, expected = memoryview(encoded), _encoded_nbytes(layout)
+    if view.nbytes != expected:
+        raise DamagedChunkError(f"{view.nbytes} bytes, where a shard of this layout has {expected} as fp8")
+    stored = np.frombuffer(view, np.uint8).copy()  # torch wants aligned memory that may be written
+    data[:] = 0
+    for group, plain, scales, elements in _parts(data, stored, layout):
+        if group.dtype in _ROUNDED:
+            _restore(_planes(elements, group, _FP8), scales, _planes(plain, group))
+        else:
+            plain[:] = elements
 
 
 def _round(planes: torch.Tensor, scales: torch.Tensor, rounded: torch.Tensor) -> None:

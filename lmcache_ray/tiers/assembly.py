@@ -95,7 +95,8 @@ def tiered_index(
 def open_remote(spec: RemoteSpec | None, layout: WorldLayout, *, scope: bytes, origin: str) -> RemoteStore | None:
     """The world's chunks in its remote store, if it has one.
 
-    `scope` names the model, and `origin` this life of the cluster. Raises `ConfigError` for a URL or serde that cannot be used here; a store that is absent is no error.
+    `scope` names the model, and `origin` this life of the cluster. Raises `ConfigError` for a URL or serde that cannot
+    be used here; a store that is absent is no error.
     """
     if spec is None:
         return None

@@ -6,7 +6,6 @@ While a chunk waits its slot is not evicted, and the index asks for that slot by
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from math import inf
 from typing import Final
 
 from lmcache_ray.index.plans import ChunkRef
@@ -19,7 +18,7 @@ class Backlog:
     """
 
     def __init__(self, max_slots: int | None = None) -> None:
-        self._max_slots: Final = inf if max_slots is None else max_slots
+        self._max_slots: Final = max_slots
         self._groups: deque[Sequence[ChunkRef]] = deque()
         self._generation_of: dict[int, int] = {}
         self.num_dropped = 0
@@ -37,9 +36,13 @@ class Backlog:
         return bool(self._groups)
 
     def add(self, group: Sequence[ChunkRef]) -> None:
-        """Chunks that have become READY together, in prompt order."""
-        self._groups.append(group)
-        self._generation_of.update((ref.slot, ref.generation) for ref in group)
+        """Chunks that have become READY together, in prompt order; the tail of a group that is too long is let go."""
+        kept = group if self._max_slots is None else group[: self._max_slots]
+        self.num_dropped += len(group) - len(kept)
+        self._groups.append(kept)
+        self._generation_of.update((ref.slot, ref.generation) for ref in kept)
+        if self._max_slots is None:
+            return
         while len(self._generation_of) > self._max_slots and self._groups:
             self.num_dropped += self._forget(self._groups.popleft())
 

@@ -82,9 +82,11 @@ class DiskTier:
         left_out = {common[position] for position in disk.adopt(common)}
         with self._service.at_now() as (index, _):
             index.disk = disk
-        kept = everywhere - left_out
-        for rank, one in found.items():
-            self.delete([ChunkRef(key, 0, generation) for key, generation in set(one.entries) - kept], ranks=(rank,))
+        useless = {rank: set(one.entries).difference(everywhere - left_out) for rank, one in found.items()}
+        for rank, entries in useless.items():
+            self.delete([ChunkRef(key, 0, generation) for key, generation in entries], ranks=(rank,))
+        if any(useless.values()):  # have the directories that are empty now removed, if they exceed the limit
+            self._ask(TierCall("open_disk"), timeout_s)
 
     # -- down ---------------------------------------------------------------------------------------------------------
 
@@ -125,12 +127,11 @@ class DiskTier:
 
     def resume(self) -> None:
         """Try again, if it is time: open the directories if they are not, and take what is stored from now on."""
-        if self.health.is_good or not self.health.may_try(self._clock()):
+        if not self.health.may_try(self._clock()):
             return
         with self._service.at_now() as (index, _):
             is_open = index.disk is not None
-            if is_open:
-                index.suspended.discard(Tier.DISK)
+            index.suspended.discard(Tier.DISK)
         if not is_open:
             self.open(self._timeout_s)
 
@@ -143,7 +144,9 @@ class DiskTier:
         if not targets:
             return {}
         answers = self._ask(TierCall("read_disk", (targets, sources)), timeout_s)
-        self._judge(answers)
+        problems = problems_of(answers, self._ranks.holders, timeout_s)
+        if problems:  # that it can be read does not say that it can be written
+            self.health.failed(problems[0], self._clock())
         return answers
 
     # -- away ---------------------------------------------------------------------------------------------------------

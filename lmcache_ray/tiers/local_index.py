@@ -60,9 +60,21 @@ class LocalIndex:
 
     def prepare_load(self, keys: Sequence[bytes], *, start: int, lease_ids: Sequence[str]) -> LoadPlan:
         """See `IndexClient.prepare_load`. Brings up what lies below memory first."""
-        if self._tiers.promoter.may_have_more(keys):
-            self._tiers.promoter.promote([keys], lease_ids[:1], client=self._client, timeout_s=self._timeout_s)
-        return self._service.prepare_load(keys, client=self._client, start=start, lease_ids=lease_ids)
+        promoter = self._tiers.promoter
+        plan = self._service.prepare_load(
+            keys,
+            client=self._client,
+            start=start,
+            lease_ids=lease_ids,
+            has_more=lambda index: promoter.may_have_more(index, keys, start),
+        )
+        if not isinstance(plan, LoadPlan):
+            promoter.promote(
+                [keys], lease_ids[:1], client=self._client, timeout_s=self._timeout_s, starts=[start]
+            )
+            plan = self._service.prepare_load(keys, client=self._client, start=start, lease_ids=lease_ids)
+            assert isinstance(plan, LoadPlan)  # nobody asked whether there is more
+        return plan
 
     def release(self, lease_ids: Sequence[str]) -> None:
         """See `IndexClient.release`."""

@@ -33,12 +33,12 @@ class LocalTierRanks:
                 return {}
             futures = {self._threads.submit(self._ranks[rank].run, call): rank for rank, call in calls.items()}
         done, _ = wait(futures, timeout=timeout_s)
-        return {futures[future]: future.result() for future in done if not future.cancelled()}
+        return {futures[future]: future.result() for future in done}
 
     def close(self) -> None:
         """Close every rank's tiers. Idempotent."""
         with self._lock:
             self._is_closed = True
-        self._threads.shutdown(wait=False, cancel_futures=True)
         for rank in self._ranks.values():
             rank.close()
+        self._threads.shutdown(wait=False)  # calls that have not begun are answered at once: their rank is closed

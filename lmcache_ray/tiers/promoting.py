@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import count
 from typing import Final
 
 from lmcache_ray.index.plans import Deferred
@@ -16,13 +15,15 @@ from lmcache_ray.index_service import IndexService
 from lmcache_ray.storage.remote import RemoteChunk
 from lmcache_ray.tiers.calls import ChunkOutcome, RankAnswer
 from lmcache_ray.tiers.disk_tier import DiskTier
-from lmcache_ray.tiers.promotion import Promotion, complete_promotion, plan_promotion
+from lmcache_ray.tiers.promotion import Promotion, complete_promotion, plan_promotion, stop_waiting
 from lmcache_ray.tiers.remote_tier import RemoteTier
 from lmcache_ray.tiers.spec import Tier
 from lmcache_ray.tiers.tiered_index import TieredIndex
 
+_MOST_ROUNDS: Final = 4
 _NUM_PREFETCHES: Final = 2
 _POLL_S: Final = 0.02
+_READERS_S: Final = 0.5  # how long to wait for readers to make room
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +61,19 @@ class Promoter:
 
     def close(self) -> None:
         """Begin no more prefetches."""
-        self._is_closed = True
+        with self._lock:
+            self._is_closed = True
         self._prefetching.shutdown(wait=False, cancel_futures=True)
 
-    def may_have_more(self, keys: Sequence[bytes]) -> bool:
-        """Whether `promote` might bring chunks of this prompt into memory."""
+    def may_have_more(self, index: TieredIndex, keys: Sequence[bytes], start: int = 0) -> bool:
+        """Whether `promote` might bring chunks of this prompt from number `start` on into memory.
+
+        For who has the index, so that nothing changes between the question and what follows from it.
+        """
         if self._disk is None and self._remote is None:
             return False
-        with self._service.at_now() as (index, _):
-            return self.may_have_more_in(index, keys)
-
-    def may_have_more_in(self, index: TieredIndex, keys: Sequence[bytes]) -> bool:
-        """The same, for who has the index already."""
         tiers = index.run(keys)
-        return Tier.DISK in tiers or self.may_find_more(keys, len(tiers))
+        return Tier.DISK in tiers[start:] or self.may_find_more(keys, len(tiers))
 
     def may_find_more(self, keys: Sequence[bytes], num_cached: int) -> bool:
         """Whether the remote store is there to be asked for what comes behind the first `num_cached` keys."""
@@ -85,21 +85,29 @@ class Promoter:
         return tiers + [Tier.REMOTE] * len(self._find(keys, len(tiers), timeout_s))
 
     def look_further(self, keys: Sequence[bytes], num_cached: int, *, client: str, timeout_s: float) -> int:
-        """The leading keys that are cached, the remote store included; what is there begins to come up."""
+        """The leading keys that are cached, the remote store included; what is there begins to come up.
+
+        Not where memory only stages: it would be gone again before somebody loads it.
+        """
         found = self._find(keys, num_cached, timeout_s)
         num_cached = min(num_cached + len(found), self._service.capacity)
-        lease_id = f"prefetch/{client}/{keys[num_cached - 1].hex()}" if found else ""
-        with self._lock:
-            if not found or lease_id in self._coming or self._is_closed:
-                return num_cached
-            self._coming.add(lease_id)
-        self._prefetching.submit(self._prefetch, keys[:num_cached], lease_id, client)
+        if found and self._service.keeps_in_memory:
+            self._begin_prefetch(keys[:num_cached], client)
         return num_cached
+
+    def _begin_prefetch(self, keys: Sequence[bytes], client: str) -> None:
+        lease_id = f"prefetch/{client}/{keys[-1].hex()}"
+        with self._lock:
+            if lease_id in self._coming or self._is_closed:
+                return
+            self._coming.add(lease_id)
+            self._prefetching.submit(self._prefetch, keys, lease_id, client)
 
     def _prefetch(self, keys: Sequence[bytes], lease_id: str, client: str) -> None:
         try:
             self.promote([keys], [lease_id], client=client, timeout_s=self._pin_s)
         finally:
+            self._service.release([lease_id])  # they are the latest in memory: nobody may ever come for them
             with self._lock:
                 self._coming.discard(lease_id)
 
@@ -116,23 +124,45 @@ class Promoter:
         *,
         client: str,
         timeout_s: float,
+        starts: Sequence[int] | None = None,
     ) -> list[Promoted]:
         """Bring the cached run of the leading prompts into memory, as many as fit there together: at least one.
 
-        Prompt i is pinned under ``lease_ids[i]`` for a load that follows. What cannot be read in time, or at all, is
-        left where it is, or forgotten if it is of no use there.
+        Prompt i is pinned under ``lease_ids[i]`` for a load that follows, from chunk number ``starts[i]`` on (0). What
+        cannot be read in time, or at all, is left where it is, or forgotten if it is of no use there.
         """
         deadline = self._clock() + timeout_s
+        wanted = [self._from(keys, start) for keys, start in zip(prompts, starts or [0] * len(prompts), strict=True)]
+        promoted = self._promote_once(wanted, lease_ids, client, deadline)
+        return [self._with_others(promotion, counts, deadline) for promotion, counts in promoted]
+
+    def _from(self, keys: Sequence[bytes], start: int) -> Sequence[bytes]:
+        """The keys to bring up: those before `start` need not be in memory, if they are cached here at all."""
+        return keys[start:] if start and len(self._service.locate(keys[:start])) == start else keys
+
+    def _promote_once(
+        self, prompts: Sequence[Sequence[bytes]], lease_ids: Sequence[str], client: str, deadline: float
+    ) -> list[tuple[Promotion[RemoteChunk], Promoted]]:
+        """One round of reading."""
         promotions = self._plan(prompts, lease_ids, client, deadline)
         remaining_s = max(_POLL_S, deadline - self._clock())
         on_disk = self._disk.read(promotions, remaining_s) if self._disk is not None else {}
         from_remote = self._remote.load(promotions, remaining_s) if self._remote is not None else {}
         promoted = [
-            self._complete(promotion, _part_of(promotions, promotion, on_disk, from_remote)) for promotion in promotions
+            (promotion, self._complete(promotion, _part_of(promotions, promotion, on_disk, from_remote)))
+            for promotion in promotions
         ]
         self._service.tell_moved()
-        for promotion in promotions:
-            self._await_others(promotion, deadline)
+        return promoted
+
+    def _with_others(self, promotion: Promotion[RemoteChunk], promoted: Promoted, deadline: float) -> Promoted:
+        """Chunks that another caller was bringing up are waited for, and brought up again if they are gone by then."""
+        for _ in range(_MOST_ROUNDS):
+            if not self._await_others(promotion, deadline):
+                break
+            again = self._promote_once([promotion.keys], [promotion.lease_id], promotion.client, deadline)
+            for promotion, more in again:  # noqa: B007 - there is one, and it is the next to wait for
+                promoted = Promoted(promoted.disk + more.disk, promoted.remote + more.remote)
         return promoted
 
     def wait_for_room(self, timeout_s: float) -> None:
@@ -145,11 +175,17 @@ class Promoter:
         self, prompts: Sequence[Sequence[bytes]], lease_ids: Sequence[str], client: str, deadline: float
     ) -> list[Promotion[RemoteChunk]]:
         promotions: list[Promotion[RemoteChunk]] = []
+        patient_until = min(deadline, self._clock() + _READERS_S)
         for keys, lease_id in zip(prompts, lease_ids, strict=True):
-            found = self._find(keys, len(self._service.locate(keys)), max(0.0, deadline - self._clock()) / 2)
+            found: dict[bytes, RemoteChunk] = {}
+            num_cached = -1
             while True:
-                is_patient = self._clock() < deadline
+                num_cached = self._find_missing(keys, found, num_cached, deadline)
+                looked_at = self._clock()
                 with self._service.at_now() as (index, now):
+                    if self._remote is not None and len(index.run(keys)) < num_cached and looked_at < deadline:
+                        continue  # some of them have gone since the store was asked for the others
+                    is_patient = looked_at < (deadline if index.num_behind or index.coming_up else patient_until)
                     planned = plan_promotion(
                         index,
                         keys,
@@ -158,15 +194,27 @@ class Promoter:
                         client=client,
                         now=now,
                         timeout_s=self._pin_s,
-                        whole=bool(promotions) or (is_patient and index.num_behind > 0),
+                        whole=bool(promotions) or is_patient,
                     )
                 if not isinstance(planned, Deferred):
                     promotions.append(planned)
                     break
                 if promotions:
                     return promotions
-                self.wait_for_room(_POLL_S)
+                self._service.wait_until(lambda _: False, _POLL_S)
         return promotions
+
+    def _find_missing(
+        self, keys: Sequence[bytes], found: dict[bytes, RemoteChunk], num_known: int, deadline: float
+    ) -> int:
+        """Add to `found` what the remote store has behind the first chunks that are here, if these have become fewer.
+
+        `num_known` of them were here when that was last asked; how many there are now.
+        """
+        num_cached = len(self._service.locate(keys))
+        if num_known < 0 or num_cached < num_known:
+            found.update(self._find(keys, num_cached, max(0.0, deadline - self._clock()) / 2))
+        return num_cached
 
     def _complete(
         self, promotion: Promotion[RemoteChunk], outcomes: Mapping[int, Sequence[ChunkOutcome]]
@@ -188,21 +236,16 @@ class Promoter:
             self._remote.note_loaded({promotion.remote[at]: worst[at] for at in promotion.remote})
         return Promoted(sum(is_up[at] for at in promotion.disk), sum(is_up[at] for at in promotion.remote))
 
-    def _await_others(self, promotion: Promotion[RemoteChunk], deadline: float) -> None:
-        """Chunks that another caller is bringing up are waited for, and pinned as well."""
-        for waited in count():
-            if waited:
-                self._service.wait_until(lambda _: False, _POLL_S)
-            is_late = self._clock() >= deadline
-            with self._service.at_now() as (index, now):
-                table = index.memory.table
-                others = [key for key in promotion.keys if table.is_writing(key)]
-                if not is_late and any(table.generation_of[table.slot_of[key]] in index.coming_up for key in others):
-                    continue
-                if waited:
-                    ready = promotion.keys[: len(table.ready_run(promotion.keys))]
-                    index.memory.hold(ready, promotion.lease_id, promotion.client, now, timeout_s=self._pin_s)
-                return
+    def _await_others(self, promotion: Promotion[RemoteChunk], deadline: float) -> bool:
+        """Wait while other callers bring up chunks of this prompt, and pin them for it too; False if none does."""
+        with self._service.at_now() as (index, _):
+            must_wait = index.is_coming_up(promotion.keys)
+        if must_wait:
+            remaining_s = max(0.0, deadline - self._clock())
+            self._service.wait_until(lambda index: not index.is_coming_up(promotion.keys), remaining_s)
+        with self._service.at_now() as (index, _):
+            stop_waiting(index, promotion)
+        return must_wait
 
 
 def _part_of(

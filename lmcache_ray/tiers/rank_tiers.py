@@ -6,14 +6,14 @@ byte was read; copies into one go through the shard, as every other write does.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Final
 
 import numpy as np
 
-from lmcache_ray.errors import DirectoryTakenError, StorageError
+from lmcache_ray.errors import ClosedError, DirectoryTakenError, StorageError
 from lmcache_ray.index.plans import ChunkRef
 from lmcache_ray.layout import WorldLayout
 from lmcache_ray.shard import EngineShard
@@ -56,8 +56,9 @@ class RankTiers:
         self._owner = owner
         self._remote = remote
         self._disk: RankDisk | None = None
-        self._lock = threading.Lock()  # guards `_withdrawn`
+        self._lock = threading.Lock()  # guards `_withdrawn` and `_is_closed`
         self._withdrawn: set[StoredChunk] = set()
+        self._is_closed = False
         self._opening = threading.Lock()
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix=f"tiers-{rank}")
         calls: tuple[Callable[..., RankAnswer], ...] = (
@@ -70,12 +71,14 @@ class RankTiers:
         """Carry a call out. It does not raise for what is wrong with the place where chunks are kept."""
         try:
             return self._calls[call.name](*call.arguments)
-        except StorageError as error:
+        except (StorageError, ClosedError) as error:
             return RankAnswer(problem=str(error))
 
     def close(self) -> None:
         """Give the directory back; chunks that are being copied are not waited for. Idempotent."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            self._is_closed = True
+        self._threads.shutdown(wait=False)
         with self._opening:
             if self._disk is not None:
                 self._disk.close()
@@ -90,6 +93,7 @@ class RankTiers:
         if self._spec is None:
             return RankAnswer(problem="no disk is configured")
         with self._opening:
+            self._check_open()
             try:
                 if self._disk is None:
                     self._disk = RankDisk.open(
@@ -231,13 +235,22 @@ class RankTiers:
             if problems:
                 return ChunkOutcome.NOT_DONE
             try:
+                self._check_open()
                 return run(position)
-            except StorageError as error:
+            except (StorageError, ClosedError) as error:
                 problems.append(str(error))
                 return ChunkOutcome.NOT_DONE
 
-        at_once = self._threads.map if number > 1 else map
-        return RankAnswer(outcomes=bytes(at_once(one, range(number))), problem=problems[0] if problems else None)
+        outcomes: Iterable[ChunkOutcome] = map(one, range(number))
+        if number > 1:
+            with self._lock:
+                self._check_open()
+                outcomes = self._threads.map(one, range(number))
+        return RankAnswer(outcomes=bytes(outcomes), problem=problems[0] if problems else None)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError(f"the tiers of rank {self._rank} were closed")
 
     def _is_withdrawn(self, chunk: StoredChunk) -> bool:
         with self._lock:

@@ -4,10 +4,12 @@ The store is shared with other clusters and keeps its own time, so nothing of it
 prompt goes on beyond what memory and disk have. A store that does not answer is left alone until a probe succeeds.
 """
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from lmcache_ray.errors import StorageError
+from lmcache_ray.index.plans import ChunkRef
 from lmcache_ray.index_service import IndexService
 from lmcache_ray.storage.guarded import GuardedBackend
 from lmcache_ray.storage.remote import RemoteChunk, RemoteChunks
@@ -52,6 +54,7 @@ class RemoteTier:
         self._timeout_s = timeout_s
         self._clock = clock
         self._room_nbytes = 0
+        self._committing = threading.Lock()  # a clear and a commit exclude each other
 
     @property
     def is_asked(self) -> bool:
@@ -115,8 +118,7 @@ class RemoteTier:
                 answers = self._ranks.ask(dict.fromkeys(self._ranks.holders, call), timeout_s=self._timeout_s)
                 done = [answers[rank].done if rank in answers else [] for rank in self._ranks.holders]
                 whole = [ref for at, ref in enumerate(refs) if all(at < len(flags) and flags[at] for flags in done)]
-                self._chunks.commit([(ref.key, ref.generation) for ref in whole])
-                num_put = len(whole)
+                num_put = self._commit(whole)
                 self._judge(answers)
         except StorageError as error:
             self.suspend(str(error))
@@ -155,16 +157,25 @@ class RemoteTier:
 
         Raises `StorageError` if the store does not do it.
         """
-        if keys is None:
-            return self._chunks.remove_all()
-        is_there = self._chunks.has(keys)
-        present = [key for key, there in zip(keys, is_there, strict=True) if there]
-        self._chunks.remove(present)
-        return set(present)
+        with self._committing:
+            if keys is None:
+                return self._chunks.remove_all()
+            is_there = self._chunks.has(keys)
+            present = [key for key, there in zip(keys, is_there, strict=True) if there]
+            self._chunks.remove(present)
+            return set(present)
 
     def close(self) -> None:
         """Give the connections up."""
         self._backend.close()
+
+    def _commit(self, refs: Sequence[ChunkRef]) -> int:
+        """Make those of `refs` count that have not been cleared since they were planned; how many."""
+        with self._committing:
+            with self._service.at_now() as (index, _):
+                current = [ref for ref in refs if index.memory.table.is_ready(ref)]
+            self._chunks.commit([(ref.key, ref.generation) for ref in current])
+        return len(current)
 
     def _make_room(self, nbytes: int) -> bool:
         """Keep the limit of our own, if there is one; False if so much can never fit."""

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Final
+from typing import Final, NamedTuple
 
 from lmcache_ray.index.plans import ChunkRef
 from lmcache_ray.index_service import IndexService
@@ -20,6 +20,14 @@ from lmcache_ray.tiers.spec import Tier
 from lmcache_ray.tiers.tiered_index import EVERYWHERE
 
 _ROUND_S: Final = 1.0
+
+
+class _Cleared(NamedTuple):
+    """What a clear did in one tier."""
+
+    removed: set[bytes]
+    kept: set[bytes]
+    pending: Sequence[int]
 
 
 class TierService:
@@ -86,21 +94,21 @@ class TierService:
     # -- away ---------------------------------------------------------------------------------------------------------
 
     def clear(self, keys: Sequence[bytes] | None, tiers: Collection[Tier] = EVERYWHERE) -> TierClearCounts:
-        """Forget these chunks, or all with None, in `tiers`, except leased ones; and have the ranks drop the bytes."""
-        removed: dict[Tier, set[bytes]] = {}
-        kept: dict[Tier, set[bytes]] = {}
+        """Forget these chunks, or all with None, in `tiers`, except leased ones; and have the ranks drop the bytes.
+
+        Memory is cleared first, so that nothing goes down any more, and once more at the end, since something may have
+        come up meanwhile. Raises `StorageError` if the remote store does not do its part; the other tiers have then.
+        """
+        removed = {tier: set[bytes]() for tier in Tier if self._has(tier)}
+        kept = {tier: set[bytes]() for tier in removed}
         pending: set[int] = set()
-        if Tier.CPU in tiers:
-            plan, silent = self._service.clear_memory(keys)
-            removed[Tier.CPU], kept[Tier.CPU] = _keys_of(plan.refs), _keys_of(plan.kept)
-            pending.update(silent)
-        if self.disk is not None and Tier.DISK in tiers:
-            with self._service.at_now() as (index, _):
-                plan = index.clear_disk(keys)
-            removed[Tier.DISK], kept[Tier.DISK] = _keys_of(plan.refs), _keys_of(plan.kept)
-            pending.update(self.disk.delete((*plan.refs, *plan.aborted)))
-        if self.remote is not None and Tier.REMOTE in tiers:
-            removed[Tier.REMOTE], kept[Tier.REMOTE] = self.remote.clear(keys), set()
+        lower = [tier for tier in (Tier.DISK, Tier.REMOTE) if tier in tiers and tier in removed]
+        for tier in [Tier.CPU, *lower, *([Tier.CPU] if lower else [])]:
+            if tier in tiers:
+                cleared = self._clear_tier(tier, keys)
+                removed[tier] |= cleared.removed
+                kept[tier] = cleared.kept
+                pending.update(cleared.pending)
         all_kept = set(chain.from_iterable(kept.values()))
         all_removed = set(chain.from_iterable(removed.values())) - all_kept
         return TierClearCounts(
@@ -110,6 +118,20 @@ class TierService:
             num_kept=len(all_kept),
             pending_ranks=tuple(sorted(pending)),
         )
+
+    def _clear_tier(self, tier: Tier, keys: Sequence[bytes] | None) -> _Cleared:
+        if tier is Tier.CPU:
+            plan, silent = self._service.clear_memory(keys)
+            return _Cleared(_keys_of(plan.refs), _keys_of(plan.kept), silent)
+        if tier is Tier.DISK and self.disk is not None:
+            with self._service.at_now() as (index, _):
+                plan = index.clear_disk(keys)
+            silent = self.disk.delete((*plan.refs, *plan.aborted))
+            return _Cleared(_keys_of(plan.refs), _keys_of(plan.kept), silent)
+        return _Cleared(self.remote.clear(keys) if self.remote is not None else set(), set(), ())
+
+    def _has(self, tier: Tier) -> bool:
+        return {Tier.CPU: True, Tier.DISK: self.disk is not None, Tier.REMOTE: self.remote is not None}[tier]
 
     # -- threads ------------------------------------------------------------------------------------------------------
 
