@@ -12,13 +12,9 @@ from lmcache_ray.index.plans import ChunkRef
 
 
 class Backlog:
-    """The chunks that wait for one tier, and those on their way; no more than `max_slots` together.
+    """The chunks that wait for one tier, and those on their way to it. What is let go is counted in `num_dropped`."""
 
-    Beyond that the groups that have waited longest are let go, and counted in `num_dropped`.
-    """
-
-    def __init__(self, max_slots: int | None = None) -> None:
-        self._max_slots: Final = max_slots
+    def __init__(self) -> None:
         self._groups: deque[Sequence[ChunkRef]] = deque()
         self._generation_of: dict[int, int] = {}
         self.num_dropped = 0
@@ -36,15 +32,9 @@ class Backlog:
         return bool(self._groups)
 
     def add(self, group: Sequence[ChunkRef]) -> None:
-        """Chunks that have become READY together, in prompt order; the tail of a group that is too long is let go."""
-        kept = group if self._max_slots is None else group[: self._max_slots]
-        self.num_dropped += len(group) - len(kept)
-        self._groups.append(kept)
-        self._generation_of.update((ref.slot, ref.generation) for ref in kept)
-        if self._max_slots is None:
-            return
-        while len(self._generation_of) > self._max_slots and self._groups:
-            self.num_dropped += self._forget(self._groups.popleft())
+        """Chunks that have become READY together, in prompt order."""
+        self._groups.append(group)
+        self._generation_of.update((ref.slot, ref.generation) for ref in group)
 
     def take(self) -> list[ChunkRef]:
         """The group that has waited longest, as far as it was not forgotten; it counts as on its way until `done`."""
@@ -57,6 +47,12 @@ class Backlog:
     def done(self, refs: Iterable[ChunkRef]) -> None:
         """These have been copied, will not be, or are not in memory any more."""
         self._forget(refs)
+
+    def drop_oldest(self) -> bool:
+        """Let go of the group that has waited longest; False if none waits that nobody has taken."""
+        group = self.take()
+        self.num_dropped += self._forget(group)
+        return bool(group)
 
     def drop_all(self) -> int:
         """Let go of all that wait or are on their way; how many these were."""

@@ -6,11 +6,26 @@ from lmcache_ray.index.cache_index import CacheIndex
 from lmcache_ray.index.plans import ChunkRef, StorePlan
 from lmcache_ray.index.policy import make_policy
 from lmcache_ray.index.slot_table import SlotState
+from lmcache_ray.index.store_planning import TiersBelow
 
 
-def make_index(num_slots: int, holders: Sequence[int] = (0, 1), policy: str = "LRU", epoch: int = 1) -> CacheIndex:
+def make_index(
+    num_slots: int,
+    holders: Sequence[int] = (0, 1),
+    policy: str = "LRU",
+    epoch: int = 1,
+    below: TiersBelow | None = None,
+) -> CacheIndex:
     """An empty index whose calls (stores and loads) last 10 seconds and other leases 100."""
-    return CacheIndex(num_slots, holders, make_policy(policy), epoch=epoch, call_timeout_s=10.0, lease_timeout_s=100.0)
+    return CacheIndex(
+        num_slots,
+        holders,
+        make_policy(policy),
+        epoch=epoch,
+        call_timeout_s=10.0,
+        lease_timeout_s=100.0,
+        below=below,
+    )
 
 
 def keys_of(text: str) -> list[bytes]:

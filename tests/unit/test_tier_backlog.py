@@ -1,0 +1,116 @@
+"""What waits to be copied to a tier below: in which order it goes, what is let go, and which slots it holds."""
+
+from lmcache_ray.index.plans import ChunkRef
+from lmcache_ray.tiers.backlog import Backlog, HeldBack
+from tests.unit.index_builders import names
+
+
+def group(text: str, first_slot: int = 0, generation: int = 1) -> list[ChunkRef]:
+    """One chunk a letter, in slots that follow one another."""
+    return [ChunkRef(letter.encode(), first_slot + place, generation) for place, letter in enumerate(text)]
+
+
+def held(backlog: Backlog) -> list[int]:
+    return [slot for slot in range(20) if slot in backlog]
+
+
+def test_groups_go_in_the_order_in_which_they_came_and_each_once() -> None:
+    backlog = Backlog()
+    for text, slot in (("ab", 0), ("c", 2), ("de", 3)):
+        backlog.add(group(text, slot))
+    assert (len(backlog), backlog.is_waiting) == (5, True)
+    assert [names(backlog.take()) for _ in range(4)] == ["ab", "c", "de", ""]
+    assert not backlog.is_waiting
+
+
+def test_a_chunk_is_held_until_it_is_done_also_on_its_way() -> None:
+    backlog = Backlog()
+    backlog.add(group("abc"))
+    taken = backlog.take()
+    assert held(backlog) == [0, 1, 2]
+    backlog.done(taken[:2])
+    assert (held(backlog), len(backlog)) == ([2], 1)
+    backlog.done(taken)
+    assert (held(backlog), len(backlog), backlog.num_dropped) == ([], 0, 0)
+
+
+def test_what_was_forgotten_while_it_waited_is_not_taken() -> None:
+    backlog = Backlog()
+    backlog.add(group("abc"))
+    backlog.add(group("de", 3))
+    backlog.done(group("abc")[1:])
+    assert names(backlog.take()) == "a"
+    backlog.add(group("f", 5))
+    backlog.done(group("de", 3))
+    assert names(backlog.take()) == "f", "an empty group is nothing to do"
+
+
+def test_another_use_of_a_slot_is_another_chunk() -> None:
+    backlog = Backlog()
+    old, new = group("a", generation=1), group("b", generation=2)
+    backlog.add(old)
+    backlog.done(old)
+    backlog.add(new)
+    backlog.done(old)
+    assert held(backlog) == [0]
+    assert [names(backlog.take()) for _ in range(2)] == ["b", ""], "the first group is of the slot's earlier use"
+
+
+def test_beyond_its_limit_what_has_waited_longest_is_let_go() -> None:
+    backlog = Backlog(4)
+    backlog.add(group("ab"))
+    backlog.add(group("cd", 2))
+    assert backlog.num_dropped == 0
+    backlog.add(group("e", 4))
+    assert (held(backlog), backlog.num_dropped) == ([2, 3, 4], 2)
+    assert [names(backlog.take()) for _ in range(2)] == ["cd", "e"]
+
+
+def test_the_head_of_a_prompt_that_is_longer_than_the_limit_is_kept() -> None:
+    backlog = Backlog(3)
+    backlog.add(group("abcde"))
+    assert (names(backlog.take()), backlog.num_dropped, len(backlog)) == ("abc", 2, 3)
+
+
+def test_what_is_on_its_way_counts_but_is_not_let_go() -> None:
+    backlog = Backlog(3)
+    backlog.add(group("ab"))
+    taken = backlog.take()
+    backlog.add(group("c", 2))
+    backlog.add(group("d", 3))
+    assert (held(backlog), backlog.num_dropped) == ([0, 1, 3], 1)
+    backlog.done(taken)
+    assert held(backlog) == [3]
+    backlog.add(group("efg", 4))
+    assert (held(backlog), backlog.num_dropped) == ([4, 5, 6], 2)
+
+
+def test_only_the_tail_of_a_prompt_is_let_go_for_what_is_on_its_way() -> None:
+    backlog = Backlog(3)
+    backlog.add(group("a"))
+    backlog.take()
+    backlog.add(group("bcd", 1))
+    assert (held(backlog), backlog.num_dropped) == ([0, 1, 2], 1)
+    assert names(backlog.take()) == "bc"
+
+
+def test_all_can_be_let_go_at_once() -> None:
+    backlog = Backlog()
+    backlog.add(group("ab"))
+    taken = backlog.take()
+    backlog.add(group("c", 2))
+    assert backlog.drop_all() == 3
+    assert (len(backlog), backlog.is_waiting, backlog.num_dropped, held(backlog)) == (0, False, 3, [])
+    backlog.done(taken)
+    assert (backlog.drop_all(), backlog.num_dropped) == (0, 3)
+
+
+def test_one_view_of_several_backlogs_follows_them() -> None:
+    first, second = Backlog(), Backlog()
+    view = HeldBack([first, second])
+    first.add(group("ab"))
+    second.add(group("bc", 1))
+    assert [slot in view for slot in range(4)] == [True, True, True, False]
+    first.drop_all()
+    assert [slot in view for slot in range(4)] == [False, True, True, False]
+    assert 0 not in HeldBack([])
