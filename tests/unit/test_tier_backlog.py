@@ -56,42 +56,26 @@ def test_another_use_of_a_slot_is_another_chunk() -> None:
     assert [names(backlog.take()) for _ in range(2)] == ["b", ""], "the first group is of the slot's earlier use"
 
 
-def test_beyond_its_limit_what_has_waited_longest_is_let_go() -> None:
-    backlog = Backlog(4)
-    backlog.add(group("ab"))
-    backlog.add(group("cd", 2))
-    assert backlog.num_dropped == 0
-    backlog.add(group("e", 4))
-    assert (held(backlog), backlog.num_dropped) == ([2, 3, 4], 2)
-    assert [names(backlog.take()) for _ in range(2)] == ["cd", "e"]
-
-
-def test_the_head_of_a_prompt_that_is_longer_than_the_limit_is_kept() -> None:
-    backlog = Backlog(3)
-    backlog.add(group("abcde"))
-    assert (names(backlog.take()), backlog.num_dropped, len(backlog)) == ("abc", 2, 3)
-
-
-def test_what_is_on_its_way_counts_but_is_not_let_go() -> None:
-    backlog = Backlog(3)
-    backlog.add(group("ab"))
+def test_what_has_waited_longest_can_be_let_go_and_what_is_on_its_way_cannot() -> None:
+    backlog = Backlog()
+    for text, slot in (("ab", 0), ("cd", 2), ("e", 4)):
+        backlog.add(group(text, slot))
     taken = backlog.take()
-    backlog.add(group("c", 2))
-    backlog.add(group("d", 3))
-    assert (held(backlog), backlog.num_dropped) == ([0, 1, 3], 1)
+    assert backlog.drop_oldest() is True
+    assert (held(backlog), backlog.num_dropped) == ([0, 1, 4], 2)
+    assert [backlog.drop_oldest(), backlog.drop_oldest()] == [True, False]
+    assert (held(backlog), backlog.num_dropped, backlog.is_waiting) == ([0, 1], 3, False)
     backlog.done(taken)
-    assert held(backlog) == [3]
-    backlog.add(group("efg", 4))
-    assert (held(backlog), backlog.num_dropped) == ([4, 5, 6], 2)
+    assert (backlog.drop_oldest(), backlog.num_dropped) == (False, 3)
 
 
-def test_only_the_tail_of_a_prompt_is_let_go_for_what_is_on_its_way() -> None:
-    backlog = Backlog(3)
-    backlog.add(group("a"))
-    backlog.take()
-    backlog.add(group("bcd", 1))
-    assert (held(backlog), backlog.num_dropped) == ([0, 1, 2], 1)
-    assert names(backlog.take()) == "bc"
+def test_a_group_that_is_forgotten_by_then_is_not_the_oldest() -> None:
+    backlog = Backlog()
+    backlog.add(group("ab"))
+    backlog.add(group("c", 2))
+    backlog.done(group("ab"))
+    assert backlog.drop_oldest() is True
+    assert (held(backlog), backlog.num_dropped) == ([], 1)
 
 
 def test_all_can_be_let_go_at_once() -> None:

@@ -19,17 +19,14 @@ def make_tiers(
     num_slots: int,
     disk_slots: int | None = None,
     *,
-    remote_backlog: int | None = None,
+    has_remote: bool = False,
     keeps: bool = True,
     holders: Sequence[int] = (0, 1),
     policy: str = "LRU",
 ) -> TieredIndex:
-    """Memory above a disk that has been opened and is empty, and a remote store with so long a backlog, if asked for."""
-    backlogs = {}
-    if disk_slots is not None:
-        backlogs[Tier.DISK] = Backlog()
-    if remote_backlog is not None:
-        backlogs[Tier.REMOTE] = Backlog(remote_backlog)
+    """Memory above a disk that has been opened and is empty, and above a remote store, if they are asked for."""
+    lower = {Tier.DISK: disk_slots is not None, Tier.REMOTE: has_remote}
+    backlogs = {tier: Backlog() for tier, is_there in lower.items() if is_there}
     tiers = TieredIndex(
         lambda below: make_index(num_slots, holders, policy, below=below), backlogs=backlogs, keeps_in_memory=keeps
     )
