@@ -58,8 +58,8 @@ def complete_disk_writes(
 ) -> tuple[ChunkRef, ...]:
     """Take in, per rank, which of ``writes.targets`` are in its files; answers those whose files must go again.
 
-    A rank without flags has failed: whatever it still does is deleted, and its file's generation is never given out
-    again.
+    What a rank has not answered has failed there: whatever it still does is deleted, and its file's generation is never
+    given out again.
     """
     disk = index.disk
     assert disk is not None  # it planned these
@@ -67,9 +67,8 @@ def complete_disk_writes(
     for plan in writes.plans:
         end = begin + len(plan.refs)
         for rank in disk.holders:
-            written = flags.get(rank, [False] * len(writes.targets))[begin:end]
-            done = [at for at, flag in enumerate(written) if flag]
-            failed = [at for at, flag in enumerate(written) if not flag]
+            done = [at for at, flag in enumerate(flags.get(rank, ())[begin:end]) if flag]
+            failed = set(range(end - begin)).difference(done)
             disk.complete_store(plan.plan_id, [rank], done=done, failed=failed)
         begin = end
     index.backlogs[Tier.DISK].done(writes.sources)

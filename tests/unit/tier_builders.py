@@ -8,7 +8,7 @@ from lmcache_ray.tiers.promotion import Promotion, complete_promotion, plan_prom
 from lmcache_ray.tiers.spec import Tier
 from lmcache_ray.tiers.tiered_index import EVERYWHERE, TieredIndex
 from lmcache_ray.tiers.write_behind import DiskWrites, complete_disk_writes, next_disk_writes
-from tests.unit.index_builders import contents, finish, keys_of, make_index, names
+from tests.unit.index_builders import contents, keys_of, make_index, names
 
 DISK_EPOCH = 5
 MUCH = 1000
@@ -144,8 +144,21 @@ def waiting(tiers: TieredIndex, tier: Tier = Tier.DISK) -> str:
     return names(table.refs([slot for slot in range(table.capacity) if slot in tiers.backlogs[tier]]))
 
 
-__all__ = (
-    "DISK_EPOCH", "MUCH", "PIN_S", "all_good", "bring_up", "complete", "contents", "finish", "in_memory", "keys_of",
-    "load", "lookup", "make_tiers", "names", "on_disk", "plan_up", "planned_up", "store", "waiting", "where",
-    "write_down",
-)  # fmt: skip
+def below_only(text: str, num_slots: int = 4, disk_slots: int = 8) -> TieredIndex:
+    """These are on the disk, and nothing is in memory."""
+    tiers = make_tiers(num_slots, disk_slots)
+    for begin in range(0, len(text), num_slots):
+        store(tiers, text[: begin + num_slots])
+        write_down(tiers)
+        clear_memory(tiers)
+    assert (in_memory(tiers), sorted(on_disk(tiers))) == ("", sorted(text))
+    return tiers
+
+
+def clear_memory(tiers: TieredIndex, text: str | None = None) -> str:
+    """Clear memory on every rank: the letters that went."""
+    plan = tiers.clear_memory(None if text is None else keys_of(text))
+    for rank in tiers.memory.holders:
+        tiers.memory.complete_clear(plan.plan_id, rank)
+    tiers.check_integrity()
+    return names(plan.refs)
