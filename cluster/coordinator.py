@@ -55,9 +55,7 @@ class Coordinator:
             call_timeout_s=world.call_timeout_s,
             lease_timeout_s=world.lease_timeout_s,
         )
-        index = tiered_index(
-            world.tiers, lambda below: make_index(world.num_slots, epoch, below), num_slots=world.num_slots
-        )
+        index = tiered_index(world.tiers, lambda below: make_index(world.num_slots, epoch, below))
         self._service = IndexService(index, clock=time.monotonic, free_slots=self._calls.free_slots)
         self._plans = OpenPlans(clock=time.monotonic, keep_s=10 * world.call_timeout_s)
         self._exchange = Exchange(f"{epoch}-{uuid.uuid4().hex}", world.layout.world_size, world.call_timeout_s)

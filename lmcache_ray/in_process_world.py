@@ -70,9 +70,7 @@ class InProcessWorld:
             call_timeout_s=settings.call_timeout_s,
             lease_timeout_s=settings.lease_timeout_s,
         )
-        index = tiered_index(
-            settings.tiers, lambda below: make_index(num_slots, _INDEX_EPOCH, below), num_slots=num_slots
-        )
+        index = tiered_index(settings.tiers, lambda below: make_index(num_slots, _INDEX_EPOCH, below))
         self._service = IndexService(index, clock=time.monotonic, free_slots=self._free_slots)
         self._tier_ranks, self._tiers = self._make_tiers(make_index)
         try:

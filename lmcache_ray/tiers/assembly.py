@@ -77,18 +77,10 @@ def check_disk_limit(spec: TierSpec, layout: WorldLayout) -> None:
             )
 
 
-def tiered_index(
-    spec: TierSpec, make_memory: Callable[[TiersBelow | None], CacheIndex], *, num_slots: int
-) -> TieredIndex:
-    """The index of a world with these tiers. Its disk is empty until it has been opened.
-
-    Stores wait for the disk, so all of memory may wait to be copied there; for a remote store at most half of it does.
-    """
-    backlogs: dict[Tier, Backlog] = {}
-    if spec.disk is not None:
-        backlogs[Tier.DISK] = Backlog()
-    if spec.remote is not None:
-        backlogs[Tier.REMOTE] = Backlog(max(1, num_slots // 2))
+def tiered_index(spec: TierSpec, make_memory: Callable[[TiersBelow | None], CacheIndex]) -> TieredIndex:
+    """The index of a world with these tiers. Its disk is empty until it has been opened."""
+    lower = {Tier.DISK: spec.disk, Tier.REMOTE: spec.remote}
+    backlogs = {tier: Backlog() for tier, chosen in lower.items() if chosen is not None}
     return TieredIndex(make_memory, backlogs=backlogs, keeps_in_memory=spec.keeps_in_memory)
 
 

@@ -168,8 +168,8 @@ class Promoter:
     def wait_for_room(self, timeout_s: float) -> None:
         """Return when chunks have been copied down, so that a store may find room now, or after `timeout_s`."""
         with self._service.at_now() as (index, _):
-            num_behind = index.num_behind
-        self._service.wait_until(lambda index: not index.num_behind or index.num_behind != num_behind, timeout_s)
+            num_behind = index.num_behind()
+        self._service.wait_until(lambda index: index.num_behind() < max(1, num_behind), timeout_s)
 
     def _plan(
         self, prompts: Sequence[Sequence[bytes]], lease_ids: Sequence[str], client: str, deadline: float
@@ -185,7 +185,8 @@ class Promoter:
                 with self._service.at_now() as (index, now):
                     if self._remote is not None and len(index.run(keys)) < num_cached and looked_at < deadline:
                         continue  # some of them have gone since the store was asked for the others
-                    is_patient = looked_at < (deadline if index.num_behind or index.coming_up else patient_until)
+                    is_moving = index.num_behind((Tier.DISK,)) or index.coming_up
+                    is_patient = looked_at < (deadline if is_moving else patient_until)
                     planned = plan_promotion(
                         index,
                         keys,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Final, Generic, TypeVar
 
-from lmcache_ray.index.plans import ChunkRef, Deferred
+from lmcache_ray.index.plans import ChunkRef, Deferred, StorePlan
 from lmcache_ray.tiers.spec import Tier
 from lmcache_ray.tiers.tiered_index import TieredIndex
 
@@ -65,7 +65,11 @@ def plan_promotion(
             break
         run.append(key)
     index.memory.hold(run, lease_id, client, now, timeout_s=timeout_s)
-    plan = index.memory.try_store(run, client=TIERS_CLIENT, now=now, whole=whole, copy_up=True)
+
+    def store(all_of_it: bool) -> StorePlan | Deferred:
+        return index.memory.try_store(run, client=TIERS_CLIENT, now=now, whole=whole or all_of_it, copy_up=True)
+
+    plan = index.with_room(store, waits_for=())
     if isinstance(plan, Deferred):
         index.release(lease_id)
         return plan
@@ -76,6 +80,7 @@ def plan_promotion(
     if index.disk is not None:
         read = [ref.key for ref in disk.values()]
         index.disk.hold(read, promotion.disk_lease_id, TIERS_CLIENT, now, timeout_s=timeout_s)
+    index.trim()
     if index.is_coming_up(run):
         index.awaiting[lease_id] = (run, client)
     index.coming_up.update({ref.generation: Tier.DISK for at, ref in enumerate(plan.refs) if at in disk})

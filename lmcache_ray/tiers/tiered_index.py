@@ -10,7 +10,7 @@ What moves between tiers is planned in `write_behind.py` and `promotion.py`, on 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Final
+from typing import Final, TypeVar
 
 from lmcache_ray.errors import CapacityError, IntegrityError
 from lmcache_ray.index.cache_index import CacheIndex
@@ -20,6 +20,7 @@ from lmcache_ray.tiers.backlog import Backlog, HeldBack
 from lmcache_ray.tiers.spec import Tier
 
 EVERYWHERE: Final = frozenset(Tier)
+Planned = TypeVar("Planned")
 _PINS_CLIENT: Final = "pins"  # no process: a pin outlives whoever asked for it
 
 
@@ -95,6 +96,7 @@ class TieredIndex:
             index.table.policy.touch(reversed(index.table.ready_among(found)))
             if lease_id is not None:
                 index.hold(found, lease_id, client, now)
+        self.trim()
         return len(found)
 
     def num_cached(self, keys: Sequence[bytes]) -> int:
@@ -124,9 +126,11 @@ class TieredIndex:
         """
         self.awaiting.pop(lease_id, None)
         self._touch_disk(keys)
-        if self.disk is None or not start or len(self.run(keys[:start])) < start:
-            return self.memory.prepare_load(keys, lease_id=lease_id, client=client, now=now, start=start)
-        plan = self.memory.prepare_load(keys[start:], lease_id=lease_id, client=client, now=now)
+        skipped = start if self.disk is not None and len(self.run(keys[:start])) == start else 0
+        plan = self.memory.prepare_load(
+            keys[skipped:], lease_id=lease_id, client=client, now=now, start=start - skipped
+        )
+        self.trim()
         return replace(plan, start=start)
 
     def release(self, lease_id: str) -> bool:
@@ -162,8 +166,11 @@ class TieredIndex:
 
         With `patient`, Deferred instead of leaving something out while chunks wait for the disk: there will be room.
         """
-        whole = patient and self.num_behind > 0
-        plan = self.memory.try_store(keys, client=client, now=now, start=start, rank=rank, whole=whole)
+
+        def store(whole: bool) -> StorePlan | Deferred:
+            return self.memory.try_store(keys, client=client, now=now, start=start, rank=rank, whole=whole)
+
+        plan = self.with_room(store, waits_for=(Tier.DISK,) if patient else ())
         if isinstance(plan, Deferred) or self.disk is None:
             return plan
         self._touch_disk(keys)
@@ -172,22 +179,40 @@ class TieredIndex:
     def prepare_request(
         self, keys: Sequence[bytes], *, lease_id: str, client: str, now: float, defer: bool, patient: bool
     ) -> tuple[LoadPlan, StorePlan] | Deferred:
-        """As `CacheIndex.prepare_request`, `patient` as above. Only what is in memory is loaded."""
+        """As `CacheIndex.prepare_request`, of what is in memory; with `patient` it waits for every tier below."""
         self.awaiting.pop(lease_id, None)
-        whole = patient and self.num_behind > 0
-        planned = self.memory.prepare_request(
-            keys, lease_id=lease_id, client=client, now=now, defer=defer, whole=whole
-        )
+
+        def plan(whole: bool) -> tuple[LoadPlan, StorePlan] | Deferred:
+            return self.memory.prepare_request(
+                keys, lease_id=lease_id, client=client, now=now, defer=defer, whole=whole
+            )
+
+        planned = self.with_room(plan, waits_for=self.backlogs if patient else ())
         if isinstance(planned, Deferred) or self.disk is None:
             return planned
         self._touch_disk(keys)
         load, store = planned
         return load, replace(store, num_ready=len(self.run(keys)))
 
-    @property
-    def num_behind(self) -> int:
-        """Chunks that wait for the disk, or are on their way to it."""
-        return len(self.backlogs[Tier.DISK]) if Tier.DISK in self.backlogs else 0
+    def with_room(
+        self, plan: Callable[[bool], Planned | Deferred], *, waits_for: Collection[Tier]
+    ) -> Planned | Deferred:
+        """``plan(whole)``, first with `whole`: what wants to go down to the remote store is let go if it is in the way.
+
+        While chunks wait for one of the tiers in `waits_for` the answer is Deferred.NOT_WHOLE instead.
+        """
+        while any(map(len, self.backlogs.values())):
+            planned = plan(True)
+            if planned is not Deferred.NOT_WHOLE or self.num_behind(waits_for):
+                return planned
+            if Tier.REMOTE not in self.backlogs or not self.backlogs[Tier.REMOTE].drop_oldest():
+                break
+            self.trim()
+        return plan(False)
+
+    def num_behind(self, tiers: Collection[Tier] = EVERYWHERE) -> int:
+        """Chunks that wait for these tiers, or are on their way to them."""
+        return sum(len(backlog) for tier, backlog in self.backlogs.items() if tier in tiers)
 
     def complete_store(
         self, plan_id: int, ranks: Collection[int], *, done: Iterable[int], failed: Iterable[int] = ()

@@ -45,8 +45,8 @@ def next_disk_writes(index: TieredIndex, *, most: int, now: float) -> DiskWrites
         if chosen:
             sources += chosen
             plans.append(plan)
+    index.trim()
     if not plans:
-        index.trim()
         return None
     targets = tuple(ref for plan in plans for ref in plan.refs)
     evicted = tuple(ref for plan in plans for ref in plan.evicted)
