@@ -5,6 +5,7 @@ world only when every rank has confirmed it. Two things a rank does by itself: i
 room by deleting files of other layouts, oldest first. `disk_names.py` draws the tree, `chunk_format.py` a file.
 """
 
+import errno
 import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -19,9 +20,10 @@ from lmcache_ray.storage.chunk_format import RankHeads
 from lmcache_ray.storage.chunk_frame import DataChecksum, open_frame
 from lmcache_ray.storage.directory_lock import DirectoryHold, DirectoryOwner
 from lmcache_ray.storage.disk_check import DiskFinding, find_contradictions
-from lmcache_ray.storage.disk_files import read_start, read_whole, storage_errors, write_new
-from lmcache_ray.storage.disk_names import StoredChunk, rank_directory
+from lmcache_ray.storage.disk_files import read_start, read_whole, remove_quietly, storage_errors, write_new
+from lmcache_ray.storage.disk_names import PROBE_NAME, StoredChunk, rank_directory
 from lmcache_ray.storage.disk_scan import ScannedFile
+from lmcache_ray.storage.disk_space import BLOCK_NBYTES
 from lmcache_ray.storage.disk_tree import DiskInventory, DiskTree, NewFile
 from lmcache_ray.storage.faults import ChunkFault, ReadResult
 from lmcache_ray.storage.old_layouts import OldLayouts
@@ -149,6 +151,21 @@ class RankDisk:
                 failures.append(error)
         if failures:
             raise StorageError(f"cannot delete {len(failures)} files, the first: {failures[0]}") from failures[0]
+
+    def probe(self) -> None:
+        """Write and remove a small file, and see that there is room for a chunk. A removed directory is no problem.
+
+        :raises StorageError: a chunk could not be written now; the message says why.
+        """
+        self._check_open()
+        path = str(self.directory / PROBE_NAME)
+        with storage_errors(f"cannot write in disk directory {self.directory}"), suppress(FileNotFoundError):
+            remove_quietly(path)
+            write_new(path, (bytes(BLOCK_NBYTES),))
+            os.unlink(path)
+            space = os.statvfs(self.directory)
+            if space.f_bavail * space.f_frsize < self._slot_nbytes + BLOCK_NBYTES:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def check(self, expected: Iterable[StoredChunk], *, repair: bool = False) -> list[DiskFinding]:
         """Read every file to its last byte and compare with the chunks that should be there.

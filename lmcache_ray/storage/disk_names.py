@@ -15,6 +15,8 @@ import re
 from typing import Final, NamedTuple
 
 LOCK_NAME: Final = "lmcache_ray.lock"
+PROBE_NAME: Final = "lmcache_ray.probe"
+"""In a rank's directory for an instant: whether a file can be written there."""
 LEAF_DIGITS: Final = "0123456789abcdef"
 """The names of the directories of both levels."""
 

@@ -126,14 +126,17 @@ class DiskTier:
             self.traffic.dropped = index.backlogs[Tier.DISK].num_dropped
 
     def resume(self) -> None:
-        """Try again, if it is time: open the directories if they are not, and take what is stored from now on."""
-        if not self.health.may_try(self._clock()):
+        """Where the disk is out of order, and it is time: see whether it can be used, and take what is stored then."""
+        if self.health.is_good or not self.health.may_try(self._clock()):
             return
         with self._service.at_now() as (index, _):
             is_open = index.disk is not None
-            index.suspended.discard(Tier.DISK)
         if not is_open:
             self.open(self._timeout_s)
+        elif not self._judge(self._ask(TierCall("probe_disk"), self._timeout_s)):
+            return
+        with self._service.at_now() as (index, _):
+            index.suspended.discard(Tier.DISK)
 
     # -- up -----------------------------------------------------------------------------------------------------------
 

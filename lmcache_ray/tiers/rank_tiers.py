@@ -63,6 +63,7 @@ class RankTiers:
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix=f"tiers-{rank}")
         calls: tuple[Callable[..., RankAnswer], ...] = (
             self.open_disk, self.write_disk, self.read_disk, self.delete_disk, self.touch_disk, self.check_disk,
+            self.probe_disk,
             self.put_remote, self.load_remote,
         )  # fmt: skip
         self._calls = {call.__name__: call for call in calls}
@@ -170,6 +171,11 @@ class RankTiers:
     def touch_disk(self, chunks: Sequence[tuple[bytes, int]]) -> RankAnswer:
         """These were used, least recently first: what a later life knows of it is the files' time."""
         self._opened().touch(StoredChunk(*chunk) for chunk in chunks)
+        return RankAnswer()
+
+    def probe_disk(self) -> RankAnswer:
+        """Whether chunks could be written now; if not, a problem."""
+        self._opened().probe()
         return RankAnswer()
 
     def check_disk(self, expected: Sequence[tuple[bytes, int]], repair: bool) -> RankAnswer:
