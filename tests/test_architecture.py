@@ -242,10 +242,10 @@ def test_every_file_says_what_it_is(name: str) -> None:
 
 
 def files_in_structure() -> set[str]:
-    """The paths in the tables of section 5 of docs/structure.md. Within a cell a folder holds until the next one."""
+    """The paths in the tables of section 6 of docs/structure.md. Within a cell a folder holds until the next one."""
     text = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8")
     found, package = set(), ""
-    for line in text[text.index("## 5. Files") : text.index("## 6.")].splitlines():
+    for line in text[text.index("## 6. Files") : text.index("## 6.")].splitlines():
         if line.startswith("### "):
             package = next(name for name in PACKAGES if f"`{name}/`" in line)
         folder = ""
@@ -258,8 +258,8 @@ def files_in_structure() -> set[str]:
 def test_the_structure_page_names_every_file_and_no_other() -> None:
     named = files_in_structure()
     there = {str(path.relative_to(ROOT)) for path in modules().values() if path.name != "__init__.py"}
-    assert not there - named, f"docs/structure.md, section 5, does not say what lives in {sorted(there - named)}"
-    assert not named - there, f"docs/structure.md, section 5, names files that are not there: {sorted(named - there)}"
+    assert not there - named, f"docs/structure.md, section 6, does not say what lives in {sorted(there - named)}"
+    assert not named - there, f"docs/structure.md, section 6, names files that are not there: {sorted(named - there)}"
 
 
 @pytest.mark.parametrize("folder", ["unit", "contract"])
