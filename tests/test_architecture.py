@@ -245,7 +245,7 @@ def files_in_structure() -> set[str]:
     """The paths in the tables of section 6 of docs/structure.md. Within a cell a folder holds until the next one."""
     text = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8")
     found, package = set(), ""
-    for line in text[text.index("## 6. Files") : text.index("## 6.")].splitlines():
+    for line in text[text.index("## 6. Files") : text.index("## 7.")].splitlines():
         if line.startswith("### "):
             package = next(name for name in PACKAGES if f"`{name}/`" in line)
         folder = ""
