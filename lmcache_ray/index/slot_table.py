@@ -185,11 +185,12 @@ class SlotTable:
     def adopt(self, chunks: Sequence[tuple[bytes, int]]) -> list[int]:
         """See `CacheIndex.adopt`."""
         first = self._end_of_generations - (1 << COUNTER_BITS)
+        latest = max((generation for _, generation in chunks), default=0)
+        if latest >= first:
+            raise ProtocolError(f"generation {latest} is of no earlier life; this one's are {first} and above")
         newest = {key: position for position, (key, _) in enumerate(chunks) if key not in self.slot_of}
         kept = sorted(newest.values())[-len(self.free_slots) :] if self.free_slots else []
         for (key, generation), slot in zip([chunks[at] for at in kept], self._take_free(len(kept)), strict=True):
-            if generation >= first:
-                raise ProtocolError(f"generation {generation} is of no earlier life; this one's are {first} and above")
             self.slot_of[key] = slot
             self.key_of[slot] = key
             self.generation_of[slot] = generation
