@@ -187,5 +187,5 @@ def _make_tiers(world: WorldSpec, rank: int, shard: EngineShard) -> RankTiers:
         rank,
         disk=world.tiers.disk,
         owner=DirectoryOwner(world.namespace, world.name, world.life),
-        remote=None if remote is None else remote.chunks,
+        remote=remote,
     )

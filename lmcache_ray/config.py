@@ -164,6 +164,10 @@ class LMCacheEngineConfig(ConfigValues):
         width = max(len(left) for left, _ in lines)
         return "\n".join(f"{left:<{width}}   ({origin})" for left, origin in lines)
 
+    def __repr__(self) -> str:
+        values = ", ".join(f"{key}={masked(repr(value))}" for key, value in self.to_dict().items())
+        return f"{type(self).__name__}({values})"
+
     def __setattr__(self, name: str, value: object) -> None:
         """Assignment is `update` of one key."""
         self.update({name: value})

@@ -94,7 +94,7 @@ class InProcessWorld:
                     rank,
                     disk=spec.disk,
                     owner=owner,
-                    remote=None if remote is None else remote.chunks,
+                    remote=remote,
                 )
                 for rank, shard in self.shards.items()
             }
@@ -107,8 +107,18 @@ class InProcessWorld:
             make_index=make_index,
             remote=remote,
             call_timeout_s=settings.call_timeout_s,
+            settle=self._settle,
         )
         return ranks, tiers
+
+    def _settle(self) -> None:
+        """Free slots of which a rank did not answer in time, once it does not write them any more."""
+        for rank, shard in self.shards.items():
+            with self._service.at_now() as (index, _):
+                unsettled = index.memory.unsettled(rank)
+            settled = [ref for ref, is_idle in zip(unsettled, shard.settle(unsettled), strict=True) if is_idle]
+            with self._service.at_now() as (index, _):
+                index.memory.settle(rank, settled)
 
     def index_client(self, rank: int) -> LocalIndex:
         """The index as `rank` speaks to it."""

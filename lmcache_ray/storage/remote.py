@@ -19,6 +19,7 @@ from lmcache_ray.errors import DamagedChunkError, ProtocolError, StorageError
 from lmcache_ray.layout import WorldLayout
 from lmcache_ray.storage.base import StorageBackend
 from lmcache_ray.storage.faults import ChunkFault, ReadResult
+from lmcache_ray.storage.guarded import GuardedBackend
 from lmcache_ray.storage.remote_manifest import Manifest, pack_manifest, parse_manifest
 from lmcache_ray.storage.remote_names import ChunkPlace, RemoteNames, Writing, check_word
 from lmcache_ray.storage.remote_shard import ShardObjects
@@ -241,6 +242,17 @@ class RemoteChunks:
         for names in (manifests, shards):
             for some in _slices(names):
                 self._backend.delete(some)
+
+
+class RemoteStore(NamedTuple):
+    """A world's part of a remote store, and what it is asked through."""
+
+    chunks: RemoteChunks
+    backend: GuardedBackend
+
+    def within(self, timeout_s: float) -> RemoteChunks:
+        """The chunks, for calls that must all have ended `timeout_s` from now."""
+        return self.chunks.through(self.backend.within(timeout_s))
 
 
 class _Counter:

@@ -5,7 +5,7 @@ The index side of it runs where the index is, the rank side in each rank's proce
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol
 
 from lmcache_ray.errors import CapacityError
 from lmcache_ray.index.cache_index import CacheIndex
@@ -16,7 +16,7 @@ from lmcache_ray.layout import WorldLayout
 from lmcache_ray.storage.backends import open_backend
 from lmcache_ray.storage.disk_space import chunk_file_nbytes, disk_capacity
 from lmcache_ray.storage.guarded import GuardedBackend
-from lmcache_ray.storage.remote import RemoteChunks
+from lmcache_ray.storage.remote import RemoteChunks, RemoteStore
 from lmcache_ray.storage.serde import make_serde
 from lmcache_ray.tiers.backlog import Backlog
 from lmcache_ray.tiers.calls import TierRanks
@@ -28,6 +28,7 @@ from lmcache_ray.tiers.tiered_index import TieredIndex
 
 _DISK_NBYTES_AT_ONCE: Final = 64 * 2**20
 _REMOTE_NBYTES_AT_ONCE: Final = 16 * 2**20
+_OBJECT_NBYTES: Final = 2048  # more than an object's head takes, or a manifest
 _MOST_AT_ONCE: Final = 512  # chunks of one call to a rank: its message stays small
 
 
@@ -56,13 +57,6 @@ def index_maker(
         )
 
     return make
-
-
-class RemoteStore(NamedTuple):
-    """A world's part of a remote store, and what it is asked through."""
-
-    chunks: RemoteChunks
-    backend: GuardedBackend
 
 
 def check_disk_limit(spec: TierSpec, layout: WorldLayout) -> None:
@@ -118,8 +112,12 @@ def tier_service(
     make_index: MakeIndex,
     remote: RemoteStore | None,
     call_timeout_s: float,
+    settle: Callable[[], None] = lambda: None,
 ) -> TierService:
-    """What moves the chunks of a world between its tiers. Without tiers below memory it does nothing, for nobody."""
+    """What moves the chunks of a world between its tiers. Without tiers below memory it does nothing, for nobody.
+
+    `settle`: see `TierService`.
+    """
     slot_nbytes = max((layout.ranks[rank].slot_nbytes for rank in layout.holders), default=1)
     disk_tier: DiskTier | None = None
     remote_tier: RemoteTier | None = None
@@ -136,14 +134,24 @@ def tier_service(
         remote_tier = RemoteTier(
             service,
             ranks,
-            remote.chunks,
-            remote.backend,
+            remote,
             max_nbytes=spec.remote.max_nbytes,
-            chunk_nbytes=sum(layout.ranks[rank].slot_nbytes for rank in layout.holders),
+            chunk_nbytes=_most_remote_nbytes(layout),
             chunks_at_once=min(_MOST_AT_ONCE, max(1, _REMOTE_NBYTES_AT_ONCE // slot_nbytes)),
             timeout_s=call_timeout_s,
             clock=time.monotonic,
         )
     return TierService(
-        service, disk=disk_tier, remote=remote_tier, call_timeout_s=call_timeout_s, clock=time.monotonic
+        service,
+        disk=disk_tier,
+        remote=remote_tier,
+        call_timeout_s=call_timeout_s,
+        clock=time.monotonic,
+        settle=settle,
     )
+
+
+def _most_remote_nbytes(layout: WorldLayout) -> int:
+    """What the objects of one chunk take in a store at most: some round lengths up, by a quarter or so."""
+    sizes = [layout.ranks[rank].slot_nbytes for rank in layout.holders]
+    return sum(nbytes + nbytes // 4 + _OBJECT_NBYTES for nbytes in sizes) + _OBJECT_NBYTES

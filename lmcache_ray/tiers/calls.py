@@ -7,7 +7,9 @@ chunk, and what stands in its way if something does.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Protocol
+from typing import Final, Protocol
+
+_READING_SHARE: Final = 0.8
 
 
 class ChunkOutcome(IntEnum):
@@ -76,6 +78,11 @@ class RankAnswer:
     def done(self) -> list[bool]:
         """Per chunk, whether it was done."""
         return [outcome == ChunkOutcome.DONE for outcome in self.outcomes]
+
+
+def reading_s(timeout_s: float) -> float:
+    """How long ranks may read that must have answered after `timeout_s`: what they have by then counts."""
+    return _READING_SHARE * timeout_s
 
 
 class TierRanks(Protocol):

@@ -16,7 +16,7 @@ from lmcache_ray.index.plans import ChunkRef
 from lmcache_ray.index.slot_table import COUNTER_BITS, EPOCH_BITS
 from lmcache_ray.index_service import IndexService
 from lmcache_ray.storage.remote import RemoteChunk
-from lmcache_ray.tiers.calls import RankAnswer, TierCall, TierRanks, problems_of
+from lmcache_ray.tiers.calls import RankAnswer, TierCall, TierRanks, problems_of, reading_s
 from lmcache_ray.tiers.health import TierHealth
 from lmcache_ray.tiers.promotion import Promotion
 from lmcache_ray.tiers.spec import Tier
@@ -141,12 +141,15 @@ class DiskTier:
     # -- up -----------------------------------------------------------------------------------------------------------
 
     def read(self, promotions: Sequence[Promotion[RemoteChunk]], timeout_s: float) -> dict[int, RankAnswer]:
-        """Fill memory's slots of the promotions from the files, as one call to each rank; flags in their order."""
+        """Fill memory's slots of the promotions from the files, as one call to each rank; flags in their order.
+
+        Ranks begin with no file so late that they could not answer in time.
+        """
         targets = [promotion.refs[at] for promotion in promotions for at in promotion.disk]
         sources = [promotion.disk[at] for promotion in promotions for at in promotion.disk]
         if not targets:
             return {}
-        answers = self._ask(TierCall("read_disk", (targets, sources)), timeout_s)
+        answers = self._ask(TierCall("read_disk", (targets, sources, reading_s(timeout_s))), timeout_s)
         problems = problems_of(answers, self._ranks.holders, timeout_s)
         if problems:  # that it can be read does not say that it can be written
             self.health.failed(problems[0], self._clock())

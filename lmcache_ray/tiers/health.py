@@ -29,10 +29,16 @@ class TierHealth:
         return self.is_good or now >= self._retry_at
 
     def failed(self, problem: str, now: float) -> None:
-        """A use failed, for a reason that lies in the tier itself."""
+        """A use failed, for a reason that lies in the tier itself.
+
+        One that fails before it is time to try again is no further try: the pause stays as it is.
+        """
+        is_another_try = self.may_try(now)
         if self._problem is None:
             self._since = now
         self._problem = problem
+        if not is_another_try:
+            return
         self._pause_s = min(_LONGEST_PAUSE_S, self._pause_s * 2 or _FIRST_PAUSE_S)
         self._retry_at = now + self._pause_s
 

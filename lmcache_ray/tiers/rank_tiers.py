@@ -6,9 +6,11 @@ byte was read; copies into one go through the shard, as every other write does.
 """
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -21,7 +23,7 @@ from lmcache_ray.storage.directory_lock import DirectoryOwner
 from lmcache_ray.storage.disk import RankDisk, StoredChunk
 from lmcache_ray.storage.disk_space import disk_capacity
 from lmcache_ray.storage.faults import ChunkFault, ReadResult
-from lmcache_ray.storage.remote import RemoteChunk, RemoteChunks
+from lmcache_ray.storage.remote import RemoteChunk, RemoteStore
 from lmcache_ray.tiers.calls import CheckedDisk, ChunkOutcome, DiskFound, RankAnswer, TierCall
 from lmcache_ray.tiers.spec import DiskSpec
 
@@ -47,7 +49,7 @@ class RankTiers:
         *,
         disk: DiskSpec | None,
         owner: DirectoryOwner,
-        remote: RemoteChunks | None,
+        remote: RemoteStore | None,
     ) -> None:
         self._shard = shard
         self._layout = layout
@@ -64,7 +66,7 @@ class RankTiers:
         calls: tuple[Callable[..., RankAnswer], ...] = (
             self.open_disk, self.write_disk, self.read_disk, self.delete_disk, self.touch_disk, self.check_disk,
             self.probe_disk,
-            self.put_remote, self.load_remote,
+            self.put_remote, self.load_remote, self.probe_remote,
         )  # fmt: skip
         self._calls = {call.__name__: call for call in calls}
 
@@ -85,7 +87,7 @@ class RankTiers:
                 self._disk.close()
                 self._disk = None
         if self._remote is not None:
-            self._remote.close()
+            self._remote.chunks.close()
 
     # -- disk ---------------------------------------------------------------------------------------------------------
 
@@ -146,10 +148,10 @@ class RankTiers:
             self._withdrawn.clear()
         return answer
 
-    def read_disk(self, targets: Sequence[ChunkRef], sources: Sequence[ChunkRef]) -> RankAnswer:
-        """Copy the file of each of `sources` into memory's slot of its target."""
+    def read_disk(self, targets: Sequence[ChunkRef], sources: Sequence[ChunkRef], within_s: float) -> RankAnswer:
+        """Copy the file of each of `sources` into memory's slot of its target; none is begun after `within_s`."""
         disk = self._opened()
-        return self._fill(targets, lambda position, data: disk.read_into(_stored(sources[position]), data))
+        return self._fill(targets, lambda at, data: disk.read_into(_stored(sources[at]), data), within_s)
 
     def delete_disk(self, chunks: Sequence[ChunkRef]) -> RankAnswer:
         """Delete files; one that is being written will not appear. One that cannot be deleted keeps no other."""
@@ -196,7 +198,7 @@ class RankTiers:
 
     def put_remote(self, sources: Sequence[ChunkRef]) -> RankAnswer:
         """Copy this rank's shard of each chunk from memory to the remote store."""
-        remote, slots = self._configured_remote(), self._shard.slots
+        remote, slots = self._configured_remote().chunks, self._shard.slots
 
         def put(position: int) -> ChunkOutcome:
             key, slot, generation = sources[position]
@@ -211,16 +213,32 @@ class RankTiers:
 
         return self._each(len(sources), put)
 
-    def load_remote(self, targets: Sequence[ChunkRef], sources: Sequence[RemoteChunk]) -> RankAnswer:
-        """Copy this rank's shard of each chunk from the remote store into memory's slot of its target."""
+    def load_remote(self, targets: Sequence[ChunkRef], sources: Sequence[RemoteChunk], within_s: float) -> RankAnswer:
+        """Copy this rank's shard of each chunk from the remote store into memory's slot of its target.
+
+        Ends after `within_s`, with what came by then. A store that is not asked any more is a problem.
+        """
         remote = self._configured_remote()
-        return self._fill(targets, lambda position, data: remote.load_shard(sources[position], self._rank, data))
+        chunks = remote.within(within_s)
+        answer = self._fill(targets, lambda at, data: chunks.load_shard(sources[at], self._rank, data), within_s)
+        return replace(answer, problem=answer.problem or remote.backend.problem)
+
+    def probe_remote(self) -> RankAnswer:
+        """Whether the store answers this rank; if not, a problem. To be asked again and again while it does not."""
+        backend = self._configured_remote().backend
+        return RankAnswer(problem=None if backend.probe() else backend.problem)
 
     # -- both ---------------------------------------------------------------------------------------------------------
 
-    def _fill(self, targets: Sequence[ChunkRef], read: Callable[[int, np.ndarray], ReadResult]) -> RankAnswer:
+    def _fill(
+        self, targets: Sequence[ChunkRef], read: Callable[[int, np.ndarray], ReadResult], within_s: float
+    ) -> RankAnswer:
+        until = time.monotonic() + within_s
+
         def fill(position: int) -> ChunkOutcome:
             outcome = ChunkOutcome.NOT_DONE  # unless the slot is ours to write
+            if time.monotonic() >= until:
+                return outcome
 
             def read_into(_: int, data: np.ndarray) -> int:
                 nonlocal outcome
@@ -267,7 +285,7 @@ class RankTiers:
             raise StorageError("the disk's directory is not open")
         return self._disk
 
-    def _configured_remote(self) -> RemoteChunks:
+    def _configured_remote(self) -> RemoteStore:
         if self._remote is None:
             raise StorageError("no remote store is configured")
         return self._remote

@@ -11,30 +11,29 @@ from typing import Final
 from lmcache_ray.errors import StorageError
 from lmcache_ray.index.plans import ChunkRef
 from lmcache_ray.index_service import IndexService
-from lmcache_ray.storage.guarded import GuardedBackend
-from lmcache_ray.storage.remote import RemoteChunk, RemoteChunks
-from lmcache_ray.tiers.calls import ChunkOutcome, RankAnswer, TierCall, TierRanks, problems_of
+from lmcache_ray.storage.remote import RemoteChunk, RemoteStore
+from lmcache_ray.tiers.calls import ChunkOutcome, RankAnswer, TierCall, TierRanks, problems_of, reading_s
 from lmcache_ray.tiers.health import TierHealth
 from lmcache_ray.tiers.promotion import Promotion
 from lmcache_ray.tiers.spec import Tier
 from lmcache_ray.tiers.traffic import TierTraffic
 from lmcache_ray.tiers.write_behind import complete_remote_writes, next_remote_writes
 
-_SPARE_SHARE: Final = 20  # of the limit: one part in so many is freed beyond what is needed, since listing is slow
+_SPARE_SHARE: Final = 20
+"""Of the limit: one part in so many is freed beyond what is needed, since listing is slow; more is not put at once."""
 
 
 class RemoteTier:
-    """Puts of one thread at a time; any thread may find, load and clear. `max_nbytes` is the limit of our own, if any.
+    """Puts of one thread at a time; any thread may find, load and clear.
 
-    `chunks` are asked through `backend`, which has a deadline for each call.
+    `max_nbytes` is the limit of our own, if any, and `chunk_nbytes` what the objects of a chunk take at most.
     """
 
     def __init__(
         self,
         service: IndexService,
         ranks: TierRanks,
-        chunks: RemoteChunks,
-        backend: GuardedBackend,
+        store: RemoteStore,
         *,
         max_nbytes: int | None,
         chunk_nbytes: int,
@@ -46,20 +45,23 @@ class RemoteTier:
         self.traffic: Final = TierTraffic()
         self._service = service
         self._ranks = ranks
-        self._chunks = chunks
-        self._backend = backend
+        self._store = store
+        self._chunks = store.chunks
         self._max_nbytes = max_nbytes
         self._chunk_nbytes = chunk_nbytes
         self._chunks_at_once = chunks_at_once
+        if max_nbytes is not None:
+            self._chunks_at_once = max(1, min(chunks_at_once, max_nbytes // (_SPARE_SHARE * chunk_nbytes)))
         self._timeout_s = timeout_s
         self._clock = clock
         self._room_nbytes = 0
+        self._is_out_of_reach = False  # of some rank
         self._committing = threading.Lock()  # a clear and a commit exclude each other
 
     @property
     def is_asked(self) -> bool:
-        """Whether the store is in order, as far as is known."""
-        return self._backend.problem is None
+        """Whether the store answers here and on every rank, as far as is known."""
+        return self._store.backend.problem is None and not self._is_out_of_reach
 
     # -- up -----------------------------------------------------------------------------------------------------------
 
@@ -69,7 +71,7 @@ class RemoteTier:
             return {}
         found: dict[bytes, RemoteChunk] = {}
         try:
-            for chunk in self._chunks.through(self._backend.within(timeout_s)).find(keys):
+            for chunk in self._store.within(timeout_s).find(keys):
                 if chunk is None:
                     break
                 found[chunk.key] = chunk
@@ -78,13 +80,20 @@ class RemoteTier:
         return found
 
     def load(self, promotions: Sequence[Promotion[RemoteChunk]], timeout_s: float) -> dict[int, RankAnswer]:
-        """Fill memory's slots of the promotions from the store, as one call to each rank; flags in their order."""
+        """Fill memory's slots of the promotions from the store, as one call to each rank; flags in their order.
+
+        Ranks end in time to answer what came by then.
+        """
         targets = [promotion.refs[at] for promotion in promotions for at in promotion.remote]
         sources = [promotion.remote[at] for promotion in promotions for at in promotion.remote]
         if not targets:
             return {}
-        call = TierCall("load_remote", (targets, sources))
-        return self._ranks.ask(dict.fromkeys(self._ranks.holders, call), timeout_s=timeout_s)
+        answers = self._ask(TierCall("load_remote", (targets, sources, reading_s(timeout_s))), timeout_s)
+        problems = problems_of(answers, (), timeout_s)  # a rank that is silent says nothing of the store
+        if problems:
+            self._is_out_of_reach = True
+            self.health.failed(problems[0], self._clock())
+        return answers
 
     def note_loaded(self, outcomes: Mapping[RemoteChunk, ChunkOutcome]) -> None:
         """Count what became of chunks, the worst of each over all ranks, and remove those that are of no use."""
@@ -113,13 +122,7 @@ class RemoteTier:
             is_there = self._chunks.has([ref.key for ref in waiting])
             refs = [ref for ref, there in zip(waiting, is_there, strict=True) if not there]
             num_new = len(refs)
-            if refs and self._make_room(len(refs) * self._chunk_nbytes):
-                call = TierCall("put_remote", (refs,))
-                answers = self._ranks.ask(dict.fromkeys(self._ranks.holders, call), timeout_s=self._timeout_s)
-                done = [answers[rank].done if rank in answers else [] for rank in self._ranks.holders]
-                whole = [ref for at, ref in enumerate(refs) if all(at < len(flags) and flags[at] for flags in done)]
-                num_put = self._commit(whole)
-                self._judge(answers)
+            num_put = self._commit(self._put(refs))
         except StorageError as error:
             self.suspend(str(error))
         finally:
@@ -131,6 +134,26 @@ class RemoteTier:
         self._service.tell_moved()
         return True
 
+    def _put(self, refs: Sequence[ChunkRef]) -> list[ChunkRef]:
+        """Have the ranks put their shards, some at a time since each call has its deadline; what all of them did.
+
+        What stands behind the first that found no room, or that failed for all, is left out.
+        """
+        whole: list[ChunkRef] = []
+        for begin in range(0, len(refs), self._chunks_at_once):
+            some = refs[begin : begin + self._chunks_at_once]
+            if not self._make_room(len(some) * self._chunk_nbytes):
+                break
+            answers = self._ask(TierCall("put_remote", (some,)), self._timeout_s)
+            done = [answers[rank].done if rank in answers else [] for rank in self._ranks.holders]
+            whole += [ref for at, ref in enumerate(some) if all(at < len(flags) and flags[at] for flags in done)]
+            problems = problems_of(answers, self._ranks.holders, self._timeout_s)
+            if problems:
+                self.suspend(problems[0])
+                break
+            self.health.went_well()
+        return whole
+
     def suspend(self, problem: str) -> None:
         """Hold nothing back for the store until `resume`."""
         self.health.failed(problem, self._clock())
@@ -140,13 +163,19 @@ class RemoteTier:
             index.trim()
 
     def resume(self) -> None:
-        """Ask the store how it is, if it was out of order and it is time."""
-        if self.health.is_good or not self.health.may_try(self._clock()):
+        """Ask the store how it is, if it was out of order and it is time: from here and from every rank.
+
+        Whether it is time for a store that does not answer is known to what guards it, here and there.
+        """
+        if self.health.is_good or not self._store.backend.probe() or not self.health.may_try(self._clock()):
             return
-        if not self._backend.probe():
-            self.health.failed(self._backend.problem or "the store does not answer", self._clock())
+        answers = self._ask(TierCall("probe_remote"), self._timeout_s)
+        problems = problems_of(answers, self._ranks.holders, self._timeout_s)
+        if problems:
+            self.health.failed(problems[0], self._clock())
             return
         self.health.went_well()
+        self._is_out_of_reach = False
         with self._service.at_now() as (index, _):
             index.suspended.discard(Tier.REMOTE)
 
@@ -167,7 +196,7 @@ class RemoteTier:
 
     def close(self) -> None:
         """Give the connections up."""
-        self._backend.close()
+        self._chunks.close()
 
     def _commit(self, refs: Sequence[ChunkRef]) -> int:
         """Make those of `refs` count that have not been cleared since they were planned; how many."""
@@ -193,9 +222,5 @@ class RemoteTier:
         self._room_nbytes -= nbytes
         return True
 
-    def _judge(self, answers: Mapping[int, RankAnswer]) -> None:
-        problems = problems_of(answers, self._ranks.holders, self._timeout_s)
-        if problems:
-            self.suspend(problems[0])
-        else:
-            self.health.went_well()
+    def _ask(self, call: TierCall, timeout_s: float) -> dict[int, RankAnswer]:
+        return self._ranks.ask(dict.fromkeys(self._ranks.holders, call), timeout_s=timeout_s)

@@ -34,6 +34,7 @@ class TierService:
     """The tiers below the memory of `service`, if there are any. Thread-safe.
 
     `call_timeout_s` is the time of one round of calls to ranks, and that for which promoted chunks stay pinned.
+    `settle`, called now and then, frees slots whose rank did not answer in time, if nobody else does that.
     """
 
     def __init__(
@@ -44,12 +45,14 @@ class TierService:
         remote: RemoteTier | None,
         call_timeout_s: float,
         clock: Callable[[], float],
+        settle: Callable[[], None] = lambda: None,
     ) -> None:
         self.disk: Final = disk
         self.remote: Final = remote
         self._service = service
         self.promoter: Final = Promoter(service, disk=disk, remote=remote, pin_s=call_timeout_s, clock=clock)
         self._clock = clock
+        self._settle = settle
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
         self._closing = threading.Lock()  # held while closing: ranks of one process may all do so at once
@@ -157,6 +160,7 @@ class TierService:
                     self._wait_for_work(Tier.REMOTE)
 
     def _wait_for_work(self, tier: Tier) -> None:
+        self._settle()
         self._service.wait_until(lambda index: self._stopping.is_set() or index.backlogs[tier].is_waiting, _ROUND_S)
 
     @contextmanager
