@@ -100,18 +100,23 @@ def plan_room(
     ]
     used = sum(stored.nbytes for parts in chunks.values() for stored in parts.objects)
     used -= sum(shard.nbytes for shard in orphans)
-    gone = {shard.name for shard in orphans}
-    victims: list[list[StoredObject]] = []
-    if nbytes <= limit_nbytes:
-        for objects in _oldest_first(chunks, gone):
-            if used + nbytes <= limit_nbytes:
-                break
-            victims.append(objects)
-            used -= sum(stored.nbytes for stored in objects)
+    victims = _victims(_oldest_first(chunks, {shard.name for shard in orphans}), used + nbytes - limit_nbytes)
+    used -= sum(stored.nbytes for objects in victims for stored in objects)
     room = RoomMade(used + nbytes <= limit_nbytes, used, len(victims), len(orphans))
     manifests = [objects[0].name for objects in victims]
     shards = [shard.name for shard in orphans] + [shard.name for objects in victims for shard in objects[1:]]
     return Removals(manifests, shards, room)
+
+
+def _victims(chunks: Iterable[list[StoredObject]], excess_nbytes: int) -> list[list[StoredObject]]:
+    """The leading chunks that take `excess_nbytes` together; none if all of them take less."""
+    victims: list[list[StoredObject]] = []
+    for objects in chunks:
+        if excess_nbytes <= 0:
+            break
+        victims.append(objects)
+        excess_nbytes -= sum(stored.nbytes for stored in objects)
+    return victims if excess_nbytes <= 0 else []
 
 
 def _oldest_first(chunks: Mapping[ChunkPlace, StoredParts], gone: set[str]) -> list[list[StoredObject]]:

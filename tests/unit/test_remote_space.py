@@ -106,6 +106,7 @@ def test_what_can_never_fit_costs_no_chunk() -> None:
     assert removals == Removals([], [], RoomMade(False, 210, 0, 0))
 
 
-def test_writings_under_way_take_room_that_cannot_be_had() -> None:
+def test_where_writings_under_way_take_the_room_no_chunk_goes_for_nothing() -> None:
     removals = plan([*shards(1, 5), *chunk(2, 10)], nbytes=900, limit_nbytes=1000)
-    assert removals.room == RoomMade(False, 200, 1, 0)
+    assert removals == Removals([], [], RoomMade(False, 410, 0, 0))
+    assert plan([*shards(1, 5), *chunk(2, 10)], nbytes=800, limit_nbytes=1000).room == RoomMade(True, 200, 1, 0)
