@@ -7,6 +7,7 @@ room by deleting files of other layouts, oldest first. `disk_names.py` draws the
 
 import errno
 import os
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -132,10 +133,14 @@ class RankDisk:
             return ReadResult(0, ChunkFault.UNREADABLE)
 
     def touch(self, chunks: Iterable[StoredChunk]) -> None:
-        """Note on the files that they are used now, so that the order of use survives a restart. Best effort."""
-        for chunk in chunks:
+        """Note on the files that they are used now, one after the other, so that the order of use survives a restart.
+
+        Best effort.
+        """
+        now_ns = time.time_ns()  # the filesystem's own clock has steps of milliseconds
+        for place, chunk in enumerate(chunks):
             with suppress(OSError):
-                os.utime(self._tree.path_of(chunk))
+                os.utime(self._tree.path_of(chunk), ns=(now_ns + place, now_ns + place))
 
     def delete(self, chunks: Iterable[StoredChunk]) -> None:
         """Delete these chunks' files; those that are missing are fine.

@@ -21,7 +21,7 @@ from lmcache_ray.tiers.health import TierHealth
 from lmcache_ray.tiers.promotion import Promotion
 from lmcache_ray.tiers.spec import Tier
 from lmcache_ray.tiers.traffic import TierTraffic
-from lmcache_ray.tiers.write_behind import complete_disk_writes, next_disk_writes
+from lmcache_ray.tiers.write_behind import DiskWrites, complete_disk_writes, next_disk_writes
 
 _NEW_EPOCHS: Final = 1 << 20
 """Where nothing is found the epoch is drawn, so that files of a rank that is away now are not taken for new ones."""
@@ -93,25 +93,35 @@ class DiskTier:
     def write_some(self) -> bool:
         """Copy some of the chunks that wait for the disk; False if none does."""
         with self._service.at_now() as (index, now):
-            backlog = index.backlogs[Tier.DISK]
             writes = next_disk_writes(index, most=self._chunks_at_once, now=now)
+            self.traffic.dropped = index.backlogs[Tier.DISK].num_dropped
         if writes is None:
+            self._service.tell_moved()  # something may have been let go
             return False
         call = TierCall("write_disk", (writes.sources, writes.targets, writes.evicted))
-        answers = self._ask(call, self._timeout_s)
-        self._owe(writes.evicted, [rank for rank in self._ranks.holders if rank not in answers])
-        with self._service.at_now() as (index, _):
-            unwritten = complete_disk_writes(index, writes, {rank: answer.done for rank, answer in answers.items()})
-            self.traffic.dropped = backlog.num_dropped
-        self.traffic.written += len(writes.targets) - len(unwritten)
-        self.traffic.failed += len(unwritten)
-        self.traffic.evicted += len(writes.evicted)
+        answers: dict[int, RankAnswer] = {}
+        try:
+            answers = self._ask(call, self._timeout_s)
+        finally:
+            unwritten = self._note_written(writes, answers)
         if not self._judge(answers):
             self._drop_backlog()
         if unwritten:
             self.delete(unwritten)
         self._service.tell_moved()
         return True
+
+    def _note_written(self, writes: DiskWrites, answers: Mapping[int, RankAnswer]) -> tuple[ChunkRef, ...]:
+        """Take in what the ranks have done; the chunks of which some file may be there for nothing, and is owed now."""
+        undone = [rank for rank in self._ranks.holders if rank not in answers or answers[rank].problem is not None]
+        self._owe(writes.evicted, undone)
+        with self._service.at_now() as (index, _):
+            unwritten = complete_disk_writes(index, writes, {rank: answer.done for rank, answer in answers.items()})
+        self._owe(unwritten, self._ranks.holders)
+        self.traffic.written += len(writes.targets) - len(unwritten)
+        self.traffic.failed += len(unwritten)
+        self.traffic.evicted += len(writes.evicted)
+        return unwritten
 
     def suspend(self, problem: str) -> None:
         """Hold nothing back for the disk until `resume`: what waits is let go, and can be evicted from memory."""
@@ -124,6 +134,7 @@ class DiskTier:
             index.backlogs[Tier.DISK].drop_all()
             index.trim()
             self.traffic.dropped = index.backlogs[Tier.DISK].num_dropped
+        self._service.tell_moved()
 
     def resume(self) -> None:
         """Where the disk is out of order, and it is time: see whether it can be used, and take what is stored then."""

@@ -228,6 +228,9 @@ class Promoter:
         with self._service.at_now() as (index, now):
             lost = complete_promotion(index, promotion, flags, gone=gone, now=now, timeout_s=self._pin_s)
             is_up = [index.memory.table.is_ready(ref) for ref in promotion.refs]
+        for at in positions:
+            if not is_up[at] and not worst[at].is_gone:
+                worst[at] = ChunkOutcome.NOT_DONE  # some rank has not done it, or is silent
         if self._disk is not None:
             for at in promotion.disk:
                 self._disk.traffic.note_read(worst[at])

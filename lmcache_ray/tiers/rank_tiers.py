@@ -58,8 +58,8 @@ class RankTiers:
         self._owner = owner
         self._remote = remote
         self._disk: RankDisk | None = None
-        self._lock = threading.Lock()  # guards `_withdrawn` and `_is_closed`
-        self._withdrawn: set[StoredChunk] = set()
+        self._lock = threading.Lock()  # guards `_wanted` and `_is_closed`
+        self._wanted: set[StoredChunk] = set()  # of those that are being written; a deletion withdraws them
         self._is_closed = False
         self._opening = threading.Lock()
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix=f"tiers-{rank}")
@@ -143,9 +143,12 @@ class RankTiers:
                 is_written = False
             return ChunkOutcome.DONE if is_written else ChunkOutcome.NOT_DONE
 
+        wanted = {_stored(target) for target in targets}
+        with self._lock:
+            self._wanted |= wanted
         answer = self._each(len(sources), write)
         with self._lock:
-            self._withdrawn.clear()
+            self._wanted -= wanted
         return answer
 
     def read_disk(self, targets: Sequence[ChunkRef], sources: Sequence[ChunkRef], within_s: float) -> RankAnswer:
@@ -157,7 +160,7 @@ class RankTiers:
         """Delete files; one that is being written will not appear. One that cannot be deleted keeps no other."""
         stored = [_stored(ref) for ref in chunks]
         with self._lock:
-            self._withdrawn.update(stored)
+            self._wanted.difference_update(stored)
         disk, problems = self._opened(), list[str]()
 
         def delete(chunk: StoredChunk) -> ChunkOutcome:
@@ -278,7 +281,7 @@ class RankTiers:
 
     def _is_withdrawn(self, chunk: StoredChunk) -> bool:
         with self._lock:
-            return chunk in self._withdrawn
+            return chunk not in self._wanted
 
     def _opened(self) -> RankDisk:
         if self._disk is None:
