@@ -1,6 +1,7 @@
 """The coordinator as its callers see it: one typed method per call, each with a deadline."""
 
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 from lmcache_ray.broadcast.tags import Tag, TakeResult
@@ -30,8 +31,8 @@ _ANSWER_S: Final = 1.0
 class CoordinatorClient:
     """Calls of one `client` to a coordinator. Thread-safe.
 
-    Every method raises `DeadlineError` after `timeout_s` (its own or the client's), `ClusterError` if the coordinator
-    cannot be reached, or what the call itself raised.
+    Every method but `wait_for_room` raises `DeadlineError` after `timeout_s` (its own or the client's); each raises
+    `ClusterError` if the coordinator cannot be reached, or what the call itself raised.
     """
 
     def __init__(self, actor: Actor, client: str, *, timeout_s: float) -> None:
@@ -130,7 +131,8 @@ class CoordinatorClient:
 
     def wait_for_room(self, *, timeout_s: float) -> None:
         """Return when chunks have been copied down, so that a store may find room now, or after `timeout_s`."""
-        self._decide_patiently("wait_for_room", timeout_s=timeout_s)
+        with suppress(DeadlineError):  # all its threads for patient calls are busy: whoever asked looks again
+            self._decide_patiently("wait_for_room", timeout_s=timeout_s)
 
     def prepare_window(
         self,

@@ -75,11 +75,14 @@ class CoordinatorIndex:
         return self._coordinator.complete([done])[0]
 
     def prepare_load(self, keys: Sequence[bytes], *, start: int, lease_ids: Sequence[str]) -> LoadPlan:
-        """See `IndexClient.prepare_load`."""
-        items = [LoadItem(pack_keys(keys), start, tuple(lease_ids))]
-        (plan,) = self._coordinator.prepare_loads(items)
+        """See `IndexClient.prepare_load`. What has not come up in time is a miss; its leases end by time."""
+        item = LoadItem(pack_keys(keys), start, tuple(lease_ids))
+        (plan,) = self._coordinator.prepare_loads([item])
         if plan.must_wait:
-            (plan,) = self._coordinator.promote_loads(items, timeout_s=self._timeout_s)
+            try:
+                (plan,) = self._coordinator.promote_loads([item], timeout_s=self._timeout_s)
+            except DeadlineError:
+                plan = item.missed()
         return LoadPlan(lease_ids[0], plan.refs.unpack(), plan.start)
 
     def release(self, lease_ids: Sequence[str]) -> None:

@@ -16,6 +16,7 @@ from lmcache_ray.tiers.spec import Tier
 from lmcache_ray.tiers.tier_service import TierService
 
 from .clients import Clients
+from .deadline import Deadline
 from .membership import Membership
 from .messages import (
     LoadItem,
@@ -82,14 +83,18 @@ class IndexCalls:
         self, client: str, prompts: Sequence[bytes], num_cached: Sequence[int], wait_s: float
     ) -> list[int]:
         """The same with the remote store, behind the chunks that are known to be cached; they begin to come up."""
-        promoter = self._tiers.promoter
+        if not self._membership.can_serve():
+            return list(num_cached)
+        promoter, deadline = self._tiers.promoter, Deadline(wait_s)
         return [
-            promoter.look_further(unpack_keys(keys), known, client=client, timeout_s=wait_s)
+            promoter.look_further(unpack_keys(keys), known, client=client, timeout_s=deadline.remaining_s())
             for keys, known in zip(prompts, num_cached, strict=True)
         ]
 
     def locate(self, keys: bytes, wait_s: float) -> list[Tier]:
         """The fastest tier that has each of the leading chunks."""
+        if not self._membership.can_serve():
+            return []
         return self._tiers.promoter.locate(unpack_keys(keys), timeout_s=wait_s)
 
     def pin(self, keys: bytes) -> int:
@@ -105,13 +110,13 @@ class IndexCalls:
     def prepare_loads(self, client: str, items: Sequence[LoadItem]) -> list[PlannedLoad]:
         """Pin what each prompt can load, and say where it lies; or that part of it has to come up first."""
         if not self._membership.can_serve():
-            return [PlannedLoad(item.start, _NO_REFS) for item in items]
+            return [item.missed() for item in items]
         return self._prepare_loads(client, items, may_wait=self._world.tiers.has_lower)
 
     def promote_loads(self, client: str, items: Sequence[LoadItem], wait_s: float) -> list[PlannedLoad]:
         """Bring up what the leading items can load, at least one's; the others must wait until these are loaded."""
         if not self._membership.can_serve():
-            return [PlannedLoad(item.start, _NO_REFS) for item in items]
+            return [item.missed() for item in items]
         promoted = self._tiers.promoter.promote(
             [unpack_keys(item.keys) for item in items],
             [item.lease_ids[0] for item in items],

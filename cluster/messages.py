@@ -160,6 +160,10 @@ class LoadItem:
     lease_ids: tuple[str, ...]
     keep: bool = False
 
+    def missed(self) -> PlannedLoad:
+        """The answer where nothing of it can be loaded."""
+        return PlannedLoad(self.start, PackedRefs.pack(()))
+
 
 @dataclass(frozen=True, slots=True)
 class StoreItem:

@@ -6,7 +6,10 @@ may need its room. Without such tiers there is one round.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Final, TypeVar
+
+from lmcache_ray.errors import DeadlineError
 
 from .deadline import Deadline
 from .link import ClusterLink
@@ -21,7 +24,10 @@ _LOOK_AGAIN_S: Final = 0.5
 
 
 def load_rounds(link: ClusterLink, wanted: Sequence[LoadItem], deadline: Deadline) -> Iterator[Round[PlannedLoad]]:
-    """Plan loads: first of what is in memory, then of what is brought there. End each round before the next."""
+    """Plan loads: first of what is in memory, then of what is brought there. End each round before the next.
+
+    What has not come up when its time is over is a miss.
+    """
     planned = link.coordinator.prepare_loads(wanted, timeout_s=deadline.remaining_s())
     waiting = list(range(len(wanted)))
     while True:
@@ -31,7 +37,12 @@ def load_rounds(link: ClusterLink, wanted: Sequence[LoadItem], deadline: Deadlin
         if not waiting:
             return
         items = [wanted[index] for index in waiting]
-        planned = link.coordinator.promote_loads(items, timeout_s=deadline.remaining_s() * _PROMOTING_SHARE)
+        try:
+            planned = link.coordinator.promote_loads(items, timeout_s=deadline.remaining_s() * _PROMOTING_SHARE)
+        except DeadlineError:
+            for lease_id in chain.from_iterable(item.lease_ids for item in items):
+                link.abandon(lease_id)  # it may be granted yet
+            planned = [item.missed() for item in items]
 
 
 def store_rounds(
