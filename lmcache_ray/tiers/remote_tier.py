@@ -6,6 +6,7 @@ prompt goes on beyond what memory and disk have. A store that does not answer is
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 from lmcache_ray.errors import StorageError
@@ -21,6 +22,8 @@ from lmcache_ray.tiers.write_behind import complete_remote_writes, next_remote_w
 
 _SPARE_SHARE: Final = 20
 """Of the limit: one part in so many is freed beyond what is needed, since listing is slow; more is not put at once."""
+
+_MANIFEST_NBYTES: Final = 2048  # at most
 
 
 class RemoteTier:
@@ -42,7 +45,7 @@ class RemoteTier:
         clock: Callable[[], float],
     ) -> None:
         self.health: Final = TierHealth()
-        self.traffic: Final = TierTraffic()
+        self._traffic: Final = TierTraffic()
         self._service = service
         self._ranks = ranks
         self._store = store
@@ -62,6 +65,12 @@ class RemoteTier:
     def is_asked(self) -> bool:
         """Whether the store answers here and on every rank, as far as is known."""
         return self._store.backend.problem is None and not self._is_out_of_reach
+
+    @property
+    def traffic(self) -> TierTraffic:
+        """What has moved so far. A manifest that is damaged counts each time that it is found."""
+        num_damaged = self._traffic.damaged + self._chunks.num_damaged_manifests
+        return replace(self._traffic, damaged=num_damaged)
 
     # -- up -----------------------------------------------------------------------------------------------------------
 
@@ -99,7 +108,7 @@ class RemoteTier:
         """Count what became of chunks, the worst of each over all ranks, and remove those that are of no use."""
         useless = []
         for chunk, outcome in outcomes.items():
-            self.traffic.note_read(outcome)
+            self._traffic.note_read(outcome)
             if outcome in (ChunkOutcome.MISSING, ChunkOutcome.DAMAGED):
                 useless.append(chunk)
         if useless:
@@ -128,9 +137,9 @@ class RemoteTier:
         finally:
             with self._service.at_now() as (index, _):
                 complete_remote_writes(index, waiting)
-                self.traffic.dropped = backlog.num_dropped
-        self.traffic.written += num_put
-        self.traffic.failed += num_new - num_put
+                self._traffic.dropped = backlog.num_dropped
+        self._traffic.written += num_put
+        self._traffic.failed += num_new - num_put
         self._service.tell_moved()
         return True
 
@@ -142,7 +151,7 @@ class RemoteTier:
         whole: list[ChunkRef] = []
         for begin in range(0, len(refs), self._chunks_at_once):
             some = refs[begin : begin + self._chunks_at_once]
-            if not self._make_room(len(some) * self._chunk_nbytes):
+            if not self._make_room(len(some) * self._chunk_nbytes, unseen_nbytes=len(whole) * _MANIFEST_NBYTES):
                 break
             answers = self._ask(TierCall("put_remote", (some,)), self._timeout_s)
             done = [answers[rank].done if rank in answers else [] for rank in self._ranks.holders]
@@ -206,17 +215,21 @@ class RemoteTier:
             self._chunks.commit([(ref.key, ref.generation) for ref in current])
         return len(current)
 
-    def _make_room(self, nbytes: int) -> bool:
-        """Keep the limit of our own, if there is one; False if so much can never fit."""
+    def _make_room(self, nbytes: int, *, unseen_nbytes: int) -> bool:
+        """Keep the limit of our own, if there is one; False if so much can never fit.
+
+        `unseen_nbytes` are still to come for what has room already.
+        """
         if self._max_nbytes is None:
             return True
         if self._room_nbytes < nbytes:
             spare = self._max_nbytes // _SPARE_SHARE
-            made = self._chunks.make_room(nbytes + spare, self._max_nbytes)
+            limit_nbytes = self._max_nbytes - unseen_nbytes
+            made = self._chunks.make_room(nbytes + spare, limit_nbytes)
             if not made.fits:
-                made = self._chunks.make_room(nbytes, self._max_nbytes)
-            self.traffic.evicted += made.num_chunks
-            self._room_nbytes = self._max_nbytes - made.used_nbytes
+                made = self._chunks.make_room(nbytes, limit_nbytes)
+            self._traffic.evicted += made.num_chunks
+            self._room_nbytes = limit_nbytes - made.used_nbytes
             if not made.fits:
                 return False
         self._room_nbytes -= nbytes
