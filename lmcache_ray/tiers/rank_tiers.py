@@ -7,8 +7,7 @@ byte was read; copies into one go through the shard, as every other write does.
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Final
@@ -25,9 +24,11 @@ from lmcache_ray.storage.disk_space import disk_capacity
 from lmcache_ray.storage.faults import ChunkFault, ReadResult
 from lmcache_ray.storage.remote import RemoteChunk, RemoteStore
 from lmcache_ray.tiers.calls import CheckedDisk, ChunkOutcome, DiskFound, RankAnswer, TierCall
+from lmcache_ray.tiers.chunk_threads import ChunkThreads
 from lmcache_ray.tiers.spec import DiskSpec
 
-_NUM_THREADS: Final = 2
+_WORTH_SHARING_NBYTES: Final = 2**19
+"""With smaller files, two threads lose more by taking turns in the interpreter than they gain."""
 _OUTCOME_OF: Final = {
     ChunkFault.MISSING: ChunkOutcome.MISSING,
     ChunkFault.DAMAGED: ChunkOutcome.DAMAGED,
@@ -58,11 +59,11 @@ class RankTiers:
         self._owner = owner
         self._remote = remote
         self._disk: RankDisk | None = None
-        self._lock = threading.Lock()  # guards `_wanted` and `_is_closed`
+        self._lock = threading.Lock()  # guards `_wanted`
         self._wanted: set[StoredChunk] = set()  # of those that are being written; a deletion withdraws them
-        self._is_closed = False
         self._opening = threading.Lock()
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix=f"tiers-{rank}")
+        self._threads = ChunkThreads(f"tiers of rank {rank}")
+        self._are_files_large = shard.slots.slot_nbytes >= _WORTH_SHARING_NBYTES
         calls: tuple[Callable[..., RankAnswer], ...] = (
             self.open_disk, self.write_disk, self.read_disk, self.delete_disk, self.touch_disk, self.check_disk,
             self.probe_disk,
@@ -71,17 +72,17 @@ class RankTiers:
         self._calls = {call.__name__: call for call in calls}
 
     def run(self, call: TierCall) -> RankAnswer:
-        """Carry a call out. It does not raise for what is wrong with the place where chunks are kept."""
+        """Carry a call out. Whatever goes wrong is an answer: a rank that raised would count as silent."""
         try:
             return self._calls[call.name](*call.arguments)
         except (StorageError, ClosedError) as error:
             return RankAnswer(problem=str(error))
+        except Exception as error:  # the outermost frame of a call
+            return RankAnswer(problem=f"{type(error).__name__}: {error}")
 
     def close(self) -> None:
         """Give the directory back; chunks that are being copied are not waited for. Idempotent."""
-        with self._lock:
-            self._is_closed = True
-        self._threads.shutdown(wait=False)
+        self._threads.close()
         with self._opening:
             if self._disk is not None:
                 self._disk.close()
@@ -96,7 +97,7 @@ class RankTiers:
         if self._spec is None:
             return RankAnswer(problem="no disk is configured")
         with self._opening:
-            self._check_open()
+            self._threads.check_open()
             try:
                 if self._disk is None:
                     self._disk = RankDisk.open(
@@ -130,9 +131,9 @@ class RankTiers:
         def write(position: int) -> ChunkOutcome:
             source, target = sources[position], _stored(targets[position])
             data = self._shard.slots.chunk(source.slot, source.generation, source.key)
-            if data is None:
-                return ChunkOutcome.NOT_DONE
             num_tokens = self._shard.slots.num_tokens(source.slot, source.generation)
+            if data is None or not num_tokens:  # it is not there, or was cleared between the two looks
+                return ChunkOutcome.NOT_DONE
 
             def is_intact() -> bool:
                 return self._shard.slots.is_committed(source.slot, source.generation) and not self._is_withdrawn(target)
@@ -146,7 +147,7 @@ class RankTiers:
         wanted = {_stored(target) for target in targets}
         with self._lock:
             self._wanted |= wanted
-        answer = self._each(len(sources), write)
+        answer = self._threads.each(len(sources), write, with_help=self._are_files_large)
         with self._lock:
             self._wanted -= wanted
         return answer
@@ -154,7 +155,11 @@ class RankTiers:
     def read_disk(self, targets: Sequence[ChunkRef], sources: Sequence[ChunkRef], within_s: float) -> RankAnswer:
         """Copy the file of each of `sources` into memory's slot of its target; none is begun after `within_s`."""
         disk = self._opened()
-        return self._fill(targets, lambda at, data: disk.read_into(_stored(sources[at]), data), within_s)
+
+        def read(position: int, data: np.ndarray) -> ReadResult:
+            return disk.read_into(_stored(sources[position]), data)
+
+        return self._fill(targets, read, within_s, with_help=self._are_files_large)
 
     def delete_disk(self, chunks: Sequence[ChunkRef]) -> RankAnswer:
         """Delete files; one that is being written will not appear. One that cannot be deleted keeps no other."""
@@ -214,7 +219,7 @@ class RankTiers:
             )
             return ChunkOutcome.DONE if is_put else ChunkOutcome.NOT_DONE
 
-        return self._each(len(sources), put)
+        return self._threads.each(len(sources), put, with_help=True)
 
     def load_remote(self, targets: Sequence[ChunkRef], sources: Sequence[RemoteChunk], within_s: float) -> RankAnswer:
         """Copy this rank's shard of each chunk from the remote store into memory's slot of its target.
@@ -223,7 +228,11 @@ class RankTiers:
         """
         remote = self._configured_remote()
         chunks = remote.within(within_s)
-        answer = self._fill(targets, lambda at, data: chunks.load_shard(sources[at], self._rank, data), within_s)
+
+        def load(position: int, data: np.ndarray) -> ReadResult:
+            return chunks.load_shard(sources[position], self._rank, data)
+
+        answer = self._fill(targets, load, within_s, with_help=True)
         return replace(answer, problem=answer.problem or remote.backend.problem)
 
     def probe_remote(self) -> RankAnswer:
@@ -234,7 +243,12 @@ class RankTiers:
     # -- both ---------------------------------------------------------------------------------------------------------
 
     def _fill(
-        self, targets: Sequence[ChunkRef], read: Callable[[int, np.ndarray], ReadResult], within_s: float
+        self,
+        targets: Sequence[ChunkRef],
+        read: Callable[[int, np.ndarray], ReadResult],
+        within_s: float,
+        *,
+        with_help: bool,
     ) -> RankAnswer:
         until = time.monotonic() + within_s
 
@@ -252,32 +266,7 @@ class RankTiers:
             (is_committed,) = self._shard.fill([targets[position]], read_into)
             return ChunkOutcome.DONE if is_committed else outcome
 
-        return self._each(len(targets), fill)
-
-    def _each(self, number: int, run: Callable[[int], ChunkOutcome]) -> RankAnswer:
-        """Run for every chunk, a few at a time. After the first problem with the place nothing more is begun."""
-        problems: list[str] = []
-
-        def one(position: int) -> ChunkOutcome:
-            if problems:
-                return ChunkOutcome.NOT_DONE
-            try:
-                self._check_open()
-                return run(position)
-            except (StorageError, ClosedError) as error:
-                problems.append(str(error))
-                return ChunkOutcome.NOT_DONE
-
-        outcomes: Iterable[ChunkOutcome] = map(one, range(number))
-        if number > 1:
-            with self._lock:
-                self._check_open()
-                outcomes = self._threads.map(one, range(number))
-        return RankAnswer(outcomes=bytes(outcomes), problem=problems[0] if problems else None)
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise ClosedError(f"the tiers of rank {self._rank} were closed")
+        return self._threads.each(len(targets), fill, with_help=with_help)
 
     def _is_withdrawn(self, chunk: StoredChunk) -> bool:
         with self._lock:
