@@ -19,8 +19,6 @@ NUM_CHUNKS = 3
 WHOLE = NUM_CHUNKS * C
 PROMPT, OTHER = Prompt(1), Prompt(2)
 
-KINDS = pytest.mark.parametrize(("kind", "num_groups"), [("1 rank", 1), ("2 ranks", 3), ("MLA", 2)])
-
 
 @dataclass(frozen=True)
 class Victim:
@@ -80,6 +78,12 @@ DAMAGES: list[Callable[[Victim], None]] = [
     cut_to_half, cut_to_zero, extended, filled_with_zeros, a_bit_at_the_beginning, a_bit_in_a_length,
     a_bit_in_the_middle, a_bit_at_the_end, a_pickle, anothers, deleted,
 ]  # fmt: skip
+EACH_DAMAGE = [pytest.param("2 ranks", 2, damage, id=damage.__name__) for damage in DAMAGES]
+IN_EACH_WORLD = [
+    pytest.param(kind, num_groups, damage, id=f"{damage.__name__}, {kind}, {num_groups} groups")
+    for kind, num_groups in (("1 rank", 1), ("2 ranks", 3), ("MLA", 1), ("MLA", 3))
+    for damage in (a_bit_in_the_middle, deleted)
+]
 
 
 def flip(path: Path, at: int) -> None:
@@ -133,8 +137,7 @@ def check_loss(world: RemoteWorld, position: int, *, is_counted: bool = True) ->
     assert world.tiers.problems() == []
 
 
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-@KINDS
+@pytest.mark.parametrize(("kind", "num_groups", "damage"), [*EACH_DAMAGE, *IN_EACH_WORLD])
 def test_a_shard_that_is_not_what_it_should_be(
     tmp_path: Path, kind: str, num_groups: int, damage: Callable[[Victim], None]
 ) -> None:
@@ -153,8 +156,7 @@ def test_a_shard_that_is_not_what_it_should_be(
         assert another.retrieved(PROMPT) == WHOLE, "what was repaired is good for all"
 
 
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-@KINDS
+@pytest.mark.parametrize(("kind", "num_groups", "damage"), [*EACH_DAMAGE, *IN_EACH_WORLD])
 def test_a_manifest_that_is_not_what_it_should_be(
     tmp_path: Path, kind: str, num_groups: int, damage: Callable[[Victim], None]
 ) -> None:
