@@ -6,7 +6,7 @@ Apart from the index, which carries the draft out in one go, so that a request i
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Final
+from typing import Final, Protocol
 
 from lmcache_ray.index.plans import Deferred
 from lmcache_ray.index.slot_table import SlotState, SlotTable
@@ -30,15 +30,27 @@ class StoreDraft:
     has_hole: bool
 
 
+class SlotsHeldBack(Protocol):
+    """Slots whose chunks must not be evicted yet."""
+
+    def __contains__(self, slot: object) -> bool:
+        """Whether this one is."""
+        ...
+
+    def __len__(self) -> int:
+        """So many are, at least."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class TiersBelow:
     """What a store must know of the tiers below: views that follow every change there.
 
-    Chunks in the slots of `held_back` must not be evicted before they have been copied below. A key that `holds` says
-    is cached there need not be stored again.
+    Chunks in the slots of `held_back` have to be copied below before they may be evicted. A key that `holds` says is
+    cached there need not be stored again.
     """
 
-    held_back: Container[int]
+    held_back: SlotsHeldBack
     holds: Callable[[bytes], bool]
 
 
@@ -59,7 +71,7 @@ class StorePlanner:
     ) -> None:
         self._table: Final = table
         self._pinned: Final = pinned
-        self._held_back: Final[Container[int]] = () if below is None else below.held_back
+        self._held_back: Final[SlotsHeldBack] = () if below is None else below.held_back
         self._is_below: Final = None if below is None else below.holds
         self._can_join: Final = can_join
 
@@ -80,6 +92,8 @@ class StorePlanner:
         num_free = len(self._table.free_slots)
         if len(missing) <= num_free:
             return StoreDraft(present, joined, missing, [], num_ready, 0, has_hole)
+        if whole and len(missing) > self._table.capacity - len(self._held_back):
+            return Deferred.NOT_WHOLE  # known without a look at every slot that is held back
         victims = self._find_victims(len(missing) - num_free, set(present), defer)
         if isinstance(victims, Deferred):
             return victims

@@ -80,3 +80,7 @@ class HeldBack:
 
     def __contains__(self, slot: object) -> bool:
         return any(slot in backlog for backlog in self._backlogs)
+
+    def __len__(self) -> int:
+        """So many slots at least: one may be in several backlogs."""
+        return max(map(len, self._backlogs), default=0)

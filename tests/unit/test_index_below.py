@@ -240,6 +240,22 @@ def test_a_store_that_must_be_whole_is_deferred_without_a_trace() -> None:
     assert isinstance(plan, StorePlan) and names(plan.refs) == "xy"
 
 
+class NeverLookedAt(set[int]):
+    """Slots that are only counted."""
+
+    def __contains__(self, slot: object) -> bool:
+        raise AssertionError(f"slot {slot} was looked at")
+
+
+def test_that_not_all_can_fit_is_known_without_a_look_at_what_is_held_back() -> None:
+    """A large memory in which nearly everything waits would be looked through for each store that waits for room."""
+    held_back = NeverLookedAt()
+    index = make_index(4, below=TiersBelow(held_back, lambda key: False))
+    store(index, "abcd")
+    held_back.update(range(3))
+    assert try_store(index, "xy", whole=True) is Deferred.NOT_WHOLE
+
+
 def test_what_is_below_needs_no_room() -> None:
     below = Below()
     index = below.index(2)

@@ -95,6 +95,7 @@ def test_one_view_of_several_backlogs_follows_them() -> None:
     first.add(group("ab"))
     second.add(group("bc", 1))
     assert [slot in view for slot in range(4)] == [True, True, True, False]
+    assert len(view) == 2, "of three: never more than there are"
     first.drop_all()
     assert [slot in view for slot in range(4)] == [False, True, True, False]
-    assert 0 not in HeldBack([])
+    assert 0 not in HeldBack([]) and len(HeldBack([])) == 0
