@@ -39,7 +39,10 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "lmcache_ray.arena", "lmcache_ray.connector", "lmcache_ray.broadcast", "lmcache_ray.clearing",
         "lmcache_ray.kv_pattern", "lmcache_ray.storage",
     )),
-    ("one rank's bytes", ("lmcache_ray.shard", "lmcache_ray.first_rank", "lmcache_ray.tiers.rank_tiers")),
+    ("one rank's bytes", (
+        "lmcache_ray.shard", "lmcache_ray.first_rank",
+        "lmcache_ray.tiers.chunk_threads", "lmcache_ray.tiers.rank_tiers",
+    )),
     ("what moves chunks between tiers", (
         "lmcache_ray.tiers.local_ranks", "lmcache_ray.tiers.disk_tier", "lmcache_ray.tiers.remote_tier",
         "lmcache_ray.tiers.promoting", "lmcache_ray.tiers.tier_service", "lmcache_ray.tiers.local_index",

@@ -5,6 +5,7 @@ file that a power cut leaves incomplete is found out by its checksums. `OSError`
 `storage_errors` translates it where it is known what the file means.
 """
 
+import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -18,6 +19,8 @@ _WRITE_FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O
 # O_NONBLOCK: a pipe that somebody put in the place of a file must not keep us waiting for its other end.
 _READ_FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _MODE: Final = 0o600
+_LARGE_NBYTES: Final = 2**19  # of a file: as much is written faster into blocks that are given to it all at once
+_CANNOT_GIVE: Final = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)  # what filesystems without that say
 _PIECE_NBYTES: Final = 2**20  # large for the kernel, small for the cache: hashing it again costs little
 
 
@@ -94,11 +97,22 @@ def remove_quietly(path: str) -> None:
 
 def _write_all(fd: int, parts: Sequence[Buffer]) -> None:
     remaining = sum(memoryview(part).nbytes for part in parts)
+    if remaining >= _LARGE_NBYTES:
+        _give_room(fd, remaining)
     while remaining:
         count = os.writev(fd, parts)
         remaining -= count
         if remaining:  # 2 GiB in one call at most, and less where a device is nearly full
             parts = _after(parts, count)
+
+
+def _give_room(fd: int, nbytes: int) -> None:
+    """Have the filesystem set so much room aside: a device that is full refuses before anything is written."""
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as error:
+        if error.errno not in _CANNOT_GIVE:
+            raise
 
 
 def _after(parts: Sequence[Buffer], nbytes: int) -> list[memoryview]:
