@@ -1,6 +1,6 @@
 """The one index of a world, made safe to share: a lock and a clock around the pure `TieredIndex`.
 
-Engines speak to it through the `IndexClient` protocol. In process that is `LocalIndex`, here; in a cluster the
+Engines speak to it through the `IndexClient` protocol. In process that is `tiers/local_index.py`; in a cluster the
 coordinator actor owns the `IndexService` and the ranks hold a client that calls it.
 """
 

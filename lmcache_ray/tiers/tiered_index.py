@@ -15,6 +15,7 @@ from typing import Final, TypeVar
 from lmcache_ray.errors import CapacityError, IntegrityError
 from lmcache_ray.index.cache_index import CacheIndex
 from lmcache_ray.index.plans import ChunkRef, ClearPlan, Deferred, Expired, LoadPlan, StorePlan
+from lmcache_ray.index.slot_table import SlotState
 from lmcache_ray.index.store_planning import TiersBelow
 from lmcache_ray.tiers.backlog import Backlog, HeldBack
 from lmcache_ray.tiers.spec import Tier
@@ -277,8 +278,9 @@ class TieredIndex:
         """Raise an IntegrityError if a part contradicts itself, or a chunk waits to be copied that is not there."""
         for index in self._indexes():
             index.check_integrity()
-        states = self.memory.table.states
-        stray = [slot for slot in range(len(states)) if states[slot] != 2 and slot in HeldBack(self.backlogs.values())]
+        table, held_back = self.memory.table, HeldBack(self.backlogs.values())
+        ready = set(table.slots_in(SlotState.READY))
+        stray = [slot for slot in range(table.capacity) if slot in held_back and slot not in ready]
         if stray:
             raise IntegrityError(f"slots {stray} are held back for a tier below, but are not READY")
 
