@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import resource
 import shutil
 import threading
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lmcache_ray.errors import ClosedError, LayoutError, ProtocolError
+from lmcache_ray.errors import ClosedError, LayoutError, ProtocolError, StorageError
 from lmcache_ray.layout import Placement
 from lmcache_ray.storage.disk import RankDisk, StoredChunk
 from lmcache_ray.storage.disk_check import FindingKind
@@ -70,6 +71,20 @@ def test_a_large_slot_is_read_in_pieces(tmp_path: Path) -> None:
         assert disk.read_into(chunk_of(1), found).fault is ChunkFault.DAMAGED
         assert disk.write(chunk_of(1), CHUNK_SIZE, slot, lambda: True)
         assert disk.read_into(chunk_of(1), found).fault is None
+
+
+def test_a_large_file_that_gets_no_room_leaves_nothing(tmp_path: Path) -> None:
+    layout = layout_of(layers=2048)
+    disk = open_disk(tmp_path, layout=layout)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**21, limits[1]))
+    try:
+        with pytest.raises(StorageError, match=r"cannot write .*\.kv: File too large"):
+            disk.write(chunk_of(1), CHUNK_SIZE, slot_of(1, layout), lambda: True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert names_in(disk) == [] and disk.num_files == 0
+    assert disk.write(chunk_of(1), CHUNK_SIZE, slot_of(1, layout), lambda: True)
 
 
 def test_a_slot_that_changed_under_the_writer_leaves_no_file(tmp_path: Path) -> None:
