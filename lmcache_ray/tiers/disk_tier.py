@@ -84,9 +84,10 @@ class DiskTier:
             index.disk = disk
         useless = {rank: set(one.entries).difference(everywhere - left_out) for rank, one in found.items()}
         for rank, entries in useless.items():
-            self.delete([ChunkRef(key, 0, generation) for key, generation in entries], ranks=(rank,))
-        if any(useless.values()):  # have the directories that are empty now removed, if they exceed the limit
-            self._ask(TierCall("open_disk"), timeout_s)
+            self._owe([ChunkRef(key, 0, generation) for key, generation in entries], (rank,))
+        if any(useless.values()):
+            self.delete(())
+            self._ask(TierCall("open_disk"), timeout_s)  # removes empty directories, if the limit needs it
 
     # -- down ---------------------------------------------------------------------------------------------------------
 
@@ -168,12 +169,12 @@ class DiskTier:
 
     # -- away ---------------------------------------------------------------------------------------------------------
 
-    def delete(self, chunks: Sequence[ChunkRef], *, ranks: Sequence[int] | None = None) -> tuple[int, ...]:
-        """Delete files on these ranks (None: all), and what is owed there; the ranks that could not do it yet.
+    def delete(self, chunks: Sequence[ChunkRef]) -> tuple[int, ...]:
+        """Delete files on every rank, and what each owes besides; the ranks that could not delete all of `chunks` yet.
 
         A file that cannot be deleted stays owed, and keeps no other.
         """
-        ranks = tuple(self._ranks.holders) if ranks is None else ranks
+        ranks = tuple(self._ranks.holders)
         self._owe(chunks, ranks)
         with self._lock:
             owed = {rank: tuple(self._owed[rank]) for rank in ranks if self._owed[rank]}
@@ -197,7 +198,7 @@ class DiskTier:
         expected = [(ref.key, ref.generation) for ref in refs]
         answers = self._ask(TierCall("check_disk", (expected, repair)), timeout_s)
         problems = problems_of(answers, self._ranks.holders, timeout_s)
-        findings = [finding for answer in answers.values() for finding in answer.checked.findings]
+        findings = [finding for rank in sorted(answers) for finding in answers[rank].checked.findings]
         lost = {chunk for answer in answers.values() for chunk in answer.checked.lost}
         if repair and lost:
             with self._service.at_now() as (index, _):

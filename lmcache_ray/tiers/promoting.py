@@ -145,15 +145,17 @@ class Promoter:
     ) -> list[tuple[Promotion[RemoteChunk], Promoted]]:
         """One round of reading."""
         promotions = self._plan(prompts, lease_ids, client, deadline)
-        remaining_s = max(_POLL_S, deadline - self._clock())
-        on_disk = self._disk.read(promotions, remaining_s) if self._disk is not None else {}
-        from_remote = self._remote.load(promotions, remaining_s) if self._remote is not None else {}
+        on_disk = self._disk.read(promotions, self._left_s(deadline)) if self._disk is not None else {}
+        from_remote = self._remote.load(promotions, self._left_s(deadline)) if self._remote is not None else {}
         promoted = [
             (promotion, self._complete(promotion, _part_of(promotions, promotion, on_disk, from_remote)))
             for promotion in promotions
         ]
         self._service.tell_moved()
         return promoted
+
+    def _left_s(self, deadline: float) -> float:
+        return max(_POLL_S, deadline - self._clock())
 
     def _with_others(self, promotion: Promotion[RemoteChunk], promoted: Promoted, deadline: float) -> Promoted:
         """Chunks that another caller was bringing up are waited for, and brought up again if they are gone by then."""
