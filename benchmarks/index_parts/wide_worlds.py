@@ -109,7 +109,7 @@ class _World:
         done = self._acks(self._ranks)
         self._complete(plan)
         return {
-            "to_coordinator_prepare": len(pack(("prepare_stores", ("client", [StoreItem(keys, 0)], False)))),
+            "to_coordinator_prepare": len(pack(("prepare_stores", ("client", [StoreItem(keys, 0)], False, False)))),
             "from_coordinator_plan": len(pack([_packed_plan(plan)])),
             "to_each_rank_step": step,
             "from_each_rank_answer": answer,

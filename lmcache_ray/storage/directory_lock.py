@@ -11,6 +11,7 @@ import json
 import os
 import time
 from dataclasses import asdict, dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Final
 
@@ -21,7 +22,16 @@ from lmcache_ray.storage.disk_names import LOCK_NAME
 _PAUSE_S: Final = 0.005
 PREDECESSOR_PATIENCE_S: Final = 2.0
 """How long a process of the same rank that is just ending is waited for."""
+FIRST_RANK_PATIENCE_S: Final = 10.0
+"""How long whoever has the root's lock alone is waited for: it only writes its name, but a machine may be busy."""
 _MAX_RECORD_NBYTES: Final = 4096
+
+
+class _Obstacle(Enum):
+    """Why the root's lock could not be shared just now."""
+
+    FIRST_RANK = "somebody has it alone, who is about to share it"
+    OTHERS = "those who share it are not ours, or only look, which takes an instant"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +99,17 @@ def lock_directory(root: Path, owner: DirectoryOwner, *, patience_s: float = OWN
     :raises OSError: the lock file cannot be made or written.
     """
     path = root / LOCK_NAME
-    deadline = time.monotonic() + patience_s
+    patience = {_Obstacle.OTHERS: patience_s, _Obstacle.FIRST_RANK: FIRST_RANK_PATIENCE_S}
+    since, last = time.monotonic(), None
     while True:
-        lock = _attempt(path, owner)
-        if lock is not None:
-            return lock
-        if time.monotonic() >= deadline:
+        found = _attempt(path, owner)
+        if isinstance(found, FileLock):
+            return found
+        if found is not last:
+            since, last = time.monotonic(), found
+        if time.monotonic() - since >= patience[found]:
             raise DirectoryTakenError(_refusal(root, path))
-        time.sleep(_PAUSE_S)  # who only looks holds the lock for an instant
+        time.sleep(_PAUSE_S)
 
 
 def _release(lock: FileLock | None) -> None:
@@ -104,21 +117,21 @@ def _release(lock: FileLock | None) -> None:
         lock.release()
 
 
-def _attempt(path: Path, owner: DirectoryOwner) -> FileLock | None:
+def _attempt(path: Path, owner: DirectoryOwner) -> FileLock | _Obstacle:
     lock = lock_existing(path, create=True)
     if lock is not None:
         _write_record(lock, owner)
         if not lock.share():
-            return None
+            return _Obstacle.FIRST_RANK
     else:
         lock = lock_existing(path, create=True, is_shared=True)
         if lock is None:
-            return None
+            return _Obstacle.FIRST_RANK
     # Also after sharing one's own: between the two locks another cluster may have been here.
     if _read_record(lock.fd).get("life") == owner.life:
         return lock
     lock.release()
-    return None
+    return _Obstacle.OTHERS
 
 
 def _write_record(lock: FileLock, owner: DirectoryOwner) -> None:

@@ -31,9 +31,9 @@ class LocalTierRanks:
         with self._lock:
             if self._is_closed:
                 return {}
-            futures = {self._threads.submit(self._ranks[rank].run, call): rank for rank, call in calls.items()}
-        done, _ = wait(futures, timeout=timeout_s)
-        return {futures[future]: future.result() for future in done}
+            futures = {rank: self._threads.submit(self._ranks[rank].run, call) for rank, call in calls.items()}
+        done, _ = wait(futures.values(), timeout=timeout_s)
+        return {rank: future.result() for rank, future in futures.items() if future in done}
 
     def close(self) -> None:
         """Close every rank's tiers. Idempotent."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_ray.arena.lock import FileLock
+from lmcache_ray.arena.lock import OWNER_PATIENCE_S, FileLock, lock_existing
 from lmcache_ray.errors import ClosedError, DirectoryTakenError, StorageError
 from lmcache_ray.storage.directory_lock import DirectoryHold, DirectoryOwner, lock_directory
 from lmcache_ray.storage.disk import RankDisk
@@ -209,6 +209,15 @@ class TestOneCluster:
         for thread in threads:
             thread.join()
         assert [life for life, _ in came_in] in (["A"] * 3, ["B"] * 3)
+
+    def test_a_first_rank_that_is_slow_in_writing_its_name_is_waited_for(self, tmp_path: Path) -> None:
+        (tmp_path / LOCK_NAME).write_text('{"namespace": "n", "name": "gone", "life": "0"}')
+        alone = lock_existing(tmp_path / LOCK_NAME)
+        assert alone is not None
+        writer = threading.Timer(3 * OWNER_PATIENCE_S, alone.release)
+        writer.start()
+        lock_directory(tmp_path, OWNER).release()
+        writer.join()
 
     def test_a_hold_that_was_released_is_not_taken_again(self, tmp_path: Path) -> None:
         hold = DirectoryHold(tmp_path, tmp_path / "a" / "rank-0", OWNER)
