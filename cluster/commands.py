@@ -12,9 +12,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from lmcache_ray.build import tiers_of_config
 from lmcache_ray.config import LMCacheEngineConfig
 from lmcache_ray.errors import ClusterNotFoundError, ConfigError, WorkloadError
 from lmcache_ray.shape_spec import LayerGroupSpec, parse_kvcache_shape_spec
+from lmcache_ray.tiers.assembly import check_remote
 
 from .chat_workload import chat_workload
 from .cli import read_config
@@ -131,6 +133,7 @@ def _workload(arguments: argparse.Namespace) -> list[TraceRequest]:
 def _replay_locally(
     config: LMCacheEngineConfig, requests: Sequence[TraceRequest], arguments: argparse.Namespace
 ) -> ReplayReport:
+    check_remote(tiers_of_config(config).remote)  # before anything is started for it
     capacity = arguments.capacity_blocks or max(1, count_distinct_blocks(requests))
     config.update({"chunk_size": BLOCK_SIZE, "capacity_chunks": capacity})
     groups = _layer_groups(arguments)

@@ -71,6 +71,13 @@ def check_disk_limit(spec: TierSpec, layout: WorldLayout) -> None:
             )
 
 
+def check_remote(spec: RemoteSpec | None) -> None:
+    """Raises `ConfigError` if this process cannot use a remote store of that URL or serde. Connects to nothing."""
+    if spec is not None:
+        open_backend(spec.url, timeout_s=spec.timeout_s).close()
+        make_serde(spec.serde)
+
+
 def tiered_index(spec: TierSpec, make_memory: Callable[[TiersBelow | None], CacheIndex]) -> TieredIndex:
     """The index of a world with these tiers. Its disk is empty until it has been opened."""
     lower = {Tier.DISK: spec.disk, Tier.REMOTE: spec.remote}

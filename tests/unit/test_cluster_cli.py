@@ -1,5 +1,6 @@
 """The command line's arguments: what they mean when left out, and what is refused."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -185,6 +186,13 @@ def test_help_of_replay_explains_trace_and_exit_status(capsys: pytest.CaptureFix
         ("replay --cluster-name mine", "--cluster-name: a local replay names its cluster itself"),
         ("up --local-disk /x", "(local_disk: command line --local-disk, max_local_disk_size: default)"),
         ("replay --local-cpu false", "local_cpu = false leaves no tier to cache in"),
+        ("replay --local-disk /x", "(local_disk: command line --local-disk, max_local_disk_size: default)"),
+        ("replay --local-disk x --max-local-disk-size 1", "local_disk = 'x' (command line --local-disk)"),
+        ("replay --remote-url host:6379", "remote_url = 'host:6379' (command line --remote-url) is not accepted"),
+        ("replay --remote-url lm://me:se-cret@host", "remote_url 'lm://***@host': no backend has the scheme 'lm'"),
+        ("replay --remote-url file://x", "remote_url 'file://x' is not an absolute path"),
+        ("replay --remote-url redis://h/0 --remote-serde gzip", "accepted: naive, zstd, fp8"),
+        ("replay --max-remote-size 0", "max_remote_size = '0' (command line --max-remote-size)"),
         ("status --config no-such.yaml", "no-such.yaml cannot be read"),
     ],
 )
@@ -192,4 +200,33 @@ def test_a_configuration_that_cannot_be_meant_is_named(
     line: str, named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(line.split()) == 2
-    assert named in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert named in said and "se-cret" not in said
+    assert said.startswith("error: ") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("absent", "url", "serde", "extra"),
+    [
+        ("redis", "redis://me:se-cret@host/0", "naive", "redis"),
+        ("fsspec", "file:///x", "naive", "fsspec"),
+        ("s3fs", "s3://bucket/x", "naive", "s3"),
+        ("gcsfs", "gs://bucket/x", "naive", "gcs"),
+        ("zstandard", "memory://x", "zstd", "zstd"),
+    ],
+)
+def test_a_package_that_is_missing_is_named_before_anything_is_started(
+    absent: str,
+    url: str,
+    serde: str,
+    extra: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for backend in ("redis", "fsspec"):
+        monkeypatch.delitem(sys.modules, f"lmcache_ray.storage.{backend}_backend", raising=False)
+    monkeypatch.setitem(sys.modules, absent, None)
+    assert main(["replay", "--remote-url", url, "--remote-serde", serde]) == 2
+    said = capsys.readouterr().err
+    assert f"pip install 'lmcache-ray[{extra}]'" in said and "se-cret" not in said
+    assert said.startswith("error: ") and said.count("\n") == 1
