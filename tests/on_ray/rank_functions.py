@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +13,7 @@ import ray
 import torch
 
 from lmcache_ray.connector.base import KVConnector
-from lmcache_ray.errors import LMCacheRayError
+from lmcache_ray.errors import LMCacheRayError, StorageError
 from lmcache_ray.layout import Placement
 from lmcache_ray.metadata import LMCacheMetadata
 from lmcache_ray.shape_spec import LayerGroupSpec
@@ -110,6 +111,18 @@ def lookup(context: RankContext, tokens: Sequence[int]) -> int:
 def retrieve_own(context: RankContext, prompts: Sequence[Sequence[int]], rows: np.ndarray) -> list[bool]:
     """SPMD gone wrong: rank r asks for ``prompts[r]``."""
     return context.engine.retrieve(prompts[context.worker_id], slot_mapping=rows).tolist()
+
+
+def ask_remote_store(context: RankContext, times: int) -> int:
+    """Ask it something from the rank's process, again and again; how often it answered."""
+    tiers = context.rank._tiers
+    assert tiers is not None and tiers._remote is not None
+    num_answered = 0
+    for _ in range(times):
+        with suppress(StorageError):
+            tiers._remote.backend.exist(["anything"])
+            num_answered += 1
+    return num_answered
 
 
 def leave(context: RankContext, status: int) -> None:
