@@ -59,7 +59,8 @@ class RemoteTier:
         self._clock = clock
         self._room_nbytes = 0
         self._is_out_of_reach = False  # of some rank
-        self._committing = threading.Lock()  # a clear and a commit exclude each other
+        self._committing = threading.Lock()  # a clear and a commit exclude each other; guards `_under_way`
+        self._under_way: set[bytes] = set()  # keys that are being put and were not cleared since
 
     @property
     def is_asked(self) -> bool:
@@ -121,9 +122,10 @@ class RemoteTier:
 
     def put_some(self) -> bool:
         """Copy some of the chunks that wait for the store, as far as it has not got them; False if none does."""
-        with self._service.at_now() as (index, _):
+        with self._committing, self._service.at_now() as (index, _):
             backlog = index.backlogs[Tier.REMOTE]
             waiting = next_remote_writes(index, most=self._chunks_at_once)
+            self._under_way = {ref.key for ref in waiting}
         if not waiting:
             return False
         num_put = num_new = 0
@@ -193,9 +195,13 @@ class RemoteTier:
     def clear(self, keys: Sequence[bytes] | None) -> set[bytes]:
         """Delete these chunks, or all of this model and layout with None, whichever cluster stored them; which.
 
-        Raises `StorageError` if the store does not do it.
+        What waits to go there, or is on its way, does not count when it comes. Raises `StorageError` if the store does
+        not do it.
         """
         with self._committing:
+            with self._service.at_now() as (index, _):
+                index.withhold(Tier.REMOTE, keys)
+            self._under_way.difference_update(list(self._under_way) if keys is None else keys)
             if keys is None:
                 return self._chunks.remove_all()
             is_there = self._chunks.has(keys)
@@ -211,7 +217,7 @@ class RemoteTier:
         """Make those of `refs` count that have not been cleared since they were planned; how many."""
         with self._committing:
             with self._service.at_now() as (index, _):
-                current = [ref for ref in refs if index.memory.table.is_ready(ref)]
+                current = [ref for ref in refs if ref.key in self._under_way and index.memory.table.is_ready(ref)]
             self._chunks.commit([(ref.key, ref.generation) for ref in current])
         return len(current)
 

@@ -264,13 +264,17 @@ class TieredIndex:
         """
         if self.disk is None:
             return ClearPlan(0, (), (), ())
-        table = self.memory.table
-        self.backlogs[Tier.DISK].done(table.refs(table.ready_among(table.slot_of if keys is None else keys)))
-        self.trim()
+        self.withhold(Tier.DISK, keys)
         plan = self.disk.prepare_clear(keys)
         for rank in self.disk.holders:
             self.disk.complete_clear(plan.plan_id, rank)
         return plan
+
+    def withhold(self, tier: Tier, keys: Iterable[bytes] | None) -> None:
+        """What waits in memory to be copied to `tier` does so no more: these keys, or all with None."""
+        table = self.memory.table
+        self.backlogs[tier].done(table.refs(table.ready_among(table.slot_of if keys is None else keys)))
+        self.trim()
 
     # -- the whole ----------------------------------------------------------------------------------------------------
 
