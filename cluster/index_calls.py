@@ -178,10 +178,14 @@ class IndexCalls:
         self, client: str, items: Sequence[StoreItem], writer: str | None, *, patient: bool
     ) -> list[PlannedStore]:
         prompts = [unpack_keys(item.keys) for item in items]
-        plans = [
-            self._service.prepare_store(keys, client=client, start=item.start, rank=item.rank, patient=patient)
-            for keys, item in zip(prompts, items, strict=True)
-        ]
+        plans: list[StorePlan | Deferred] = []
+        has_begun = False
+        for keys, item in zip(prompts, items, strict=True):
+            plan = self._service.prepare_store(
+                keys, client=client, start=item.start, rank=item.rank, patient=patient, has_begun=has_begun
+            )
+            plans.append(plan)
+            has_begun = has_begun or (isinstance(plan, StorePlan) and bool(plan.refs))
         made = [(keys, plan) for keys, plan in zip(prompts, plans, strict=True) if isinstance(plan, StorePlan)]
         if any(plan.refs for _, plan in made):  # else there is nothing to report
             for keys, plan in made:

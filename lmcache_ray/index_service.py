@@ -136,14 +136,23 @@ class IndexService:
             return index.release(_pin_id(keys))
 
     def prepare_store(
-        self, keys: Sequence[bytes], *, client: str, start: int, rank: int | None, patient: bool = False
+        self,
+        keys: Sequence[bytes],
+        *,
+        client: str,
+        start: int,
+        rank: int | None,
+        patient: bool = False,
+        has_begun: bool = False,
     ) -> StorePlan | Deferred:
         """Plan the store of ``keys[start:]``; what must stand before it are cached (or being written) chunks.
 
-        `patient`: see `TieredIndex.prepare_store`; without it the answer is a plan.
+        `patient`, `has_begun`: see `TieredIndex.prepare_store`; without `patient` the answer is a plan.
         """
         with self.at_now() as (index, now):
-            return index.prepare_store(keys, client=client, now=now, start=start, rank=rank, patient=patient)
+            return index.prepare_store(
+                keys, client=client, now=now, start=start, rank=rank, patient=patient, has_begun=has_begun
+            )
 
     def complete_store(self, plan_id: int, keys: Sequence[bytes], acks: Acks) -> int:
         """Take acknowledgements in; answers the leading READY chunks of `keys`."""

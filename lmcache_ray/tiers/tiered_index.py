@@ -161,17 +161,29 @@ class TieredIndex:
     # -- storing ------------------------------------------------------------------------------------------------------
 
     def prepare_store(
-        self, keys: Sequence[bytes], *, client: str, now: float, start: int, rank: int | None, patient: bool
+        self,
+        keys: Sequence[bytes],
+        *,
+        client: str,
+        now: float,
+        start: int,
+        rank: int | None,
+        patient: bool,
+        has_begun: bool = False,
     ) -> StorePlan | Deferred:
         """As `CacheIndex.prepare_store`; what is on the disk counts as cached and is not written again.
 
         With `patient`, Deferred instead of leaving something out while chunks wait for the disk: there will be room.
+        So there will if the caller `has_begun` to write others of its own, which will wait for the disk too.
         """
 
         def store(whole: bool) -> StorePlan | Deferred:
             return self.memory.try_store(keys, client=client, now=now, start=start, rank=rank, whole=whole)
 
-        plan = self.with_room(store, waits_for=(Tier.DISK,) if patient else ())
+        if patient and has_begun and self.disk is not None and Tier.DISK not in self.suspended:
+            plan = store(True)
+        else:
+            plan = self.with_room(store, waits_for=(Tier.DISK,) if patient else ())
         if isinstance(plan, Deferred) or self.disk is None:
             return plan
         self._touch_disk(keys)

@@ -57,6 +57,29 @@ def test_a_patient_store_that_can_never_be_whole_is_cut_when_nothing_waits() -> 
     assert isinstance(plan, StorePlan) and (names(plan.refs), plan.num_refused) == ("wx", 2)
 
 
+def test_a_patient_store_also_waits_for_what_its_caller_has_begun_to_write() -> None:
+    tiers = make_tiers(4, 8)
+    begun = tiers.prepare_store(keys_of("abc"), client="c", now=0.0, start=0, rank=None, patient=True)
+    assert isinstance(begun, StorePlan) and tiers.num_behind() == 0
+
+    def prepare(text: str) -> StorePlan | Deferred:
+        return tiers.prepare_store(
+            keys_of(text), client="c", now=0.0, start=0, rank=None, patient=True, has_begun=True
+        )
+
+    assert prepare("xyz") is Deferred.NOT_WHOLE
+    tiers.suspended.add(Tier.DISK)
+    cut = prepare("xyz")
+    assert isinstance(cut, StorePlan) and names(cut.refs) == "x", "nothing will go down"
+    tiers.suspended.clear()
+    tiers.memory.abort_store(cut.plan_id)
+    tiers.complete_store(begun.plan_id, tiers.memory.holders, done=range(3))
+    assert prepare("xyz") is Deferred.NOT_WHOLE
+    write_down(tiers)
+    whole = prepare("xyz")
+    assert isinstance(whole, StorePlan) and names(whole.refs) == "xyz"
+
+
 def test_an_impatient_store_is_cut_at_once() -> None:
     tiers = make_tiers(4, 8)
     store(tiers, "abc")
