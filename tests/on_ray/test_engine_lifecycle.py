@@ -30,7 +30,7 @@ class ClusterWorld:
     def client(self, name: str) -> CoordinatorIndex:
         """A client that has not registered: its leases end by time or release alone."""
         calls = CoordinatorClient(self._cluster.link.coordinator.actor, name, timeout_s=30.0)
-        return CoordinatorIndex(calls, lookup_timeout_s=30.0)
+        return CoordinatorIndex(calls, lookup_timeout_s=30.0, timeout_s=30.0, has_remote=False)
 
     def check_idle(self) -> None:
         self._cluster.check_integrity()

@@ -100,6 +100,9 @@ def make_named(name: str) -> ActorHandle[object]:
         def stop(self) -> None:
             """What every actor of a cluster can do."""
 
+        def close_tiers(self, flush_s: float) -> None:
+            """What a coordinator is asked first."""
+
         def answer(self) -> int:
             """A sign of life: its process."""
             return os.getpid()
