@@ -68,9 +68,18 @@ class Rank:
                 namespace=world.namespace,
                 name=world.name,
             )
+            # First what may be refused on this node: a file that exists by then would be left behind.
+            remote = open_remote(world.tiers.remote, world.layout, scope=world.hasher().scope(), origin=world.life)
             self._arena = Arena.create(spec, world.arena_dir, node_id=setup.place.node_id, now=time.time())
             self.shard = EngineShard(self._arena.slots)
-            self._tiers = _make_tiers(world, setup.place.worker_id, self.shard)
+            self._tiers = RankTiers(
+                self.shard,
+                world.layout,
+                setup.place.worker_id,
+                disk=world.tiers.disk,
+                owner=DirectoryOwner(world.namespace, world.name, world.life),
+                remote=remote,
+            )
 
     @property
     def arena_path(self) -> str | None:
@@ -177,15 +186,3 @@ class Rank:
         if self.shard is None:
             raise RankUnavailableError(f"rank {self.place.worker_id} holds no chunks in this world")
         return self.shard
-
-
-def _make_tiers(world: WorldSpec, rank: int, shard: EngineShard) -> RankTiers:
-    remote = open_remote(world.tiers.remote, world.layout, scope=world.hasher().scope(), origin=world.life)
-    return RankTiers(
-        shard,
-        world.layout,
-        rank,
-        disk=world.tiers.disk,
-        owner=DirectoryOwner(world.namespace, world.name, world.life),
-        remote=remote,
-    )

@@ -17,7 +17,7 @@ from cluster.world_spec import world_spec
 from lmcache_ray.arena.liveness import LivenessFile
 from lmcache_ray.config import LMCacheEngineConfig
 from lmcache_ray.connector.paged import PagedConnector
-from lmcache_ray.errors import RankUnavailableError
+from lmcache_ray.errors import ConfigError, RankUnavailableError
 from lmcache_ray.index.plans import ChunkRef
 from lmcache_ray.shape_spec import parse_kvcache_shape_spec
 
@@ -37,12 +37,14 @@ MakeRank = Callable[..., RankWithKV]
 
 @pytest.fixture
 def make_rank(tmp_path: Path) -> Iterator[MakeRank]:
-    """``make_rank(worker_id, use_mla=…)`` of a world of two."""
+    """``make_rank(worker_id, use_mla=…, remote_url=…)`` of a world of two."""
     with ExitStack() as opened:
 
-        def make(worker_id: int = 0, *, use_mla: bool = False) -> RankWithKV:
+        def make(worker_id: int = 0, *, use_mla: bool = False, remote_url: str | None = None) -> RankWithKV:
             world = world_spec(
-                LMCacheEngineConfig(chunk_size=C, capacity_chunks=6, block_size=C, arena_dir=str(tmp_path)),
+                LMCacheEngineConfig(
+                    chunk_size=C, capacity_chunks=6, block_size=C, arena_dir=str(tmp_path), remote_url=remote_url
+                ),
                 model_name="m",
                 layer_groups=parse_kvcache_shape_spec(f"(2,{1 if use_mla else 2},8,1,8):float16:2"),
                 kv_shape=None,
@@ -160,6 +162,12 @@ def test_a_client_is_dead_when_its_lock_is_gone(make_rank: MakeRank, tmp_path: P
     with LivenessFile.create(tmp_path, "n", "c", "client") as alive:
         assert not rank.is_client_dead(str(alive.path))
     assert rank.is_client_dead(str(alive.path))
+
+
+def test_a_rank_whose_remote_store_is_refused_leaves_nothing(make_rank: MakeRank, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no backend has the scheme 'nothing'"):
+        make_rank(remote_url="nothing://host")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_close_removes_the_arena_and_sweep_those_of_the_dead(make_rank: MakeRank, tmp_path: Path) -> None:
