@@ -1,6 +1,6 @@
-"""A rank's disk directory: writing and reading chunks against plain Python, and the scan of a restart.
+"""A rank's disk tier: storing and retrieving chunks against plain Python, and the scan of a restart.
 
-    python benchmarks/disk.py                                     # half a minute, 0.7 GiB of disk
+    python benchmarks/disk.py                                     # half a minute, 1 GiB of disk
     python benchmarks/disk.py --peer-python /path/to/python       # LMCache's local disk beside it
     python benchmarks/disk.py --quick
 
@@ -80,7 +80,7 @@ def _measure(arguments: argparse.Namespace, scale: Scale, folder: Path, facts: d
 
 
 def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="A rank's disk directory against plain Python's files.")
+    parser = argparse.ArgumentParser(description="A rank's disk tier against plain Python's files.")
     parser.add_argument("--quick", action="store_true", help="few small rounds: a test of the script")
     parser.add_argument("--directory", metavar="DIR", help="on the disk that is meant (the system's for such files)")
     parser.add_argument("--peer-python", metavar="FILE", help="an interpreter that has LMCache, see README.md here")

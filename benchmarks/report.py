@@ -3,8 +3,8 @@
     python benchmarks/report.py benchmarks/results
 
 The page has places for them, each between ``<!-- begin: NAME -->`` and ``<!-- end: NAME -->``: one of every script's
-name, `runs` for when and where they ran, and `missed` for the numbers that do not reach their bars. A script that is
-not among the documents keeps the table it has.
+name, `runs` for when and where they ran, and `missed` for the numbers that do not reach their bars. Of a script that is
+not among the documents everything is kept as it stands.
 """
 
 import argparse
@@ -23,7 +23,9 @@ from benchmarks.measure import Json  # noqa: E402
 
 _GIB = 2**30
 _HEAD = ("number", "bar", "here", "half of the rounds", "reached", "of what")
-_ORDER = ("engine", "cluster", "broadcast", "index_scale", "replay")
+_RUNS_HEAD = ("script", "date", "commit", "machine", "load before and after", "software", "asked for")
+_NOT_REACHED = "**no**"
+_ORDER = ("engine", "cluster", "broadcast", "index_scale", "disk", "replay")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ class Row:
             "" if self.bar is None else f"{'≥' if self.side == '>=' else '≤'} {shown(self.bar, self.unit, exact=True)}",
             shown(self.value, self.unit),
             "" if self.low == self.high else f"{shown(self.low)} to {shown(self.high)}",
-            {True: "yes", False: "**no**", None: ""}[self.holds],
+            {True: "yes", False: _NOT_REACHED, None: ""}[self.holds],
             self.note,
         )
 
@@ -85,53 +87,53 @@ def shown(value: float, unit: str = "", *, exact: bool = False) -> str:
 
 def table(rows: Sequence[Row]) -> str:
     """In Markdown."""
-    lines = [_HEAD, ("---",) * len(_HEAD), *(row.cells() for row in rows)]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in lines)
+    return _lines(_HEAD, [_line(row.cells()) for row in rows])
 
 
-def runs_table(documents: Sequence[Document]) -> str:
-    """When, where and how each script ran."""
-    head = ("script", "date", "commit", "machine", "load before and after", "software", "asked for")
-    lines: list[tuple[str, ...]] = [head, ("---",) * len(head)]
-    for document in documents:
-        run = document.run
-        lines.append(
-            (
-                f"`{document.benchmark}`",
-                str(run["date"])[:10],
-                f"{str(run['commit'] or 'unknown')[:10]}{' and changes' if run['is_tree_dirty'] else ''}",
-                f"{run['cpu']}, {run['num_cores']} cores, {_gib(run['ram_nbytes'])} GiB",
-                _loads(run["load_average"]),
-                f"Python {run['python']}, torch {run['torch']}, Ray {run['ray']}",
-                _asked(document.arguments),
-            )
+def runs_table(lines: Mapping[str, str]) -> str:
+    """When, where and how each script ran: a line by its name."""
+    return _lines(_RUNS_HEAD, [lines[name] for name in sorted(lines, key=_rank_of)])
+
+
+def run_line(document: Document) -> str:
+    """When, where and how this one ran."""
+    run = document.run
+    return _line(
+        (
+            f"`{document.benchmark}`",
+            str(run["date"])[:10],
+            f"{str(run['commit'] or 'unknown')[:10]}{' and changes' if run['is_tree_dirty'] else ''}",
+            f"{run['cpu']}, {run['num_cores']} cores, {_gib(run['ram_nbytes'])} GiB",
+            _loads(run["load_average"]),
+            f"Python {run['python']}, torch {run['torch']}, Ray {run['ray']}",
+            _asked(document.arguments),
         )
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    )
 
 
-def missed_table(documents: Sequence[Document]) -> str:
-    """The rows that do not reach their bars; a sentence if there is none."""
-    rows = [row for document in documents for row in document.rows if row.holds is False]
-    return table(rows) if rows else "Every number reached its bar."
-
-
-def blocks_of(documents: Sequence[Document]) -> dict[str, str]:
-    """What stands in each place of the page."""
-    ordered = sorted(documents, key=lambda document: _place(document.benchmark))
-    blocks = {document.benchmark: table(document.rows) for document in ordered}
-    return blocks | {"runs": runs_table(ordered), "missed": missed_table(ordered)}
+def with_documents(page: str, documents: Sequence[Document]) -> str:
+    """The page with the tables of these documents. ValueError for a script that has no place in it."""
+    page = with_blocks(page, {document.benchmark: table(document.rows) for document in documents})
+    known = {line.split("`")[1]: line for line in block_of(page, "runs").splitlines() if line.startswith("| `")}
+    runs = known | {document.benchmark: run_line(document) for document in documents}
+    missed = [line for name in _ORDER for line in block_of(page, name).splitlines() if f"| {_NOT_REACHED} |" in line]
+    return with_blocks(
+        page,
+        {"runs": runs_table(runs), "missed": _lines(_HEAD, missed) if missed else "Every number reached its bar."},
+    )
 
 
 def with_blocks(page: str, blocks: Mapping[str, str]) -> str:
     """The page with other contents in its places. ValueError for a block that has no place in it."""
     for name, content in blocks.items():
-        begin, end = f"<!-- begin: {name} -->", f"<!-- end: {name} -->"
-        place = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
-        filled = f"{begin}\n{content}\n{end}"
-        page, count = place.subn(lambda _, filled=filled: filled, page)  # type: ignore[misc]  # mypy: a default's type
-        if count != 1:
-            raise ValueError(f"the page has {count} places {begin} … {end}; one is needed")
+        place = _place_of(page, name)
+        page = f"{page[: place.start]}\n{content}\n{page[place.stop :]}"
     return page
+
+
+def block_of(page: str, name: str) -> str:
+    """What stands in this place of the page. ValueError if there is no such place."""
+    return page[_place_of(page, name)].strip("\n")
 
 
 def main() -> int:
@@ -143,14 +145,30 @@ def main() -> int:
         if not documents:
             raise ValueError(f"{arguments.results} has no documents (*.json)")
         page = Path(arguments.page)
-        page.write_text(with_blocks(page.read_text(encoding="utf-8"), blocks_of(documents)), encoding="utf-8")
+        page.write_text(with_documents(page.read_text(encoding="utf-8"), documents), encoding="utf-8")
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def _place(benchmark: str) -> int:
+def _place_of(page: str, name: str) -> slice:
+    begin, end = f"<!-- begin: {name} -->", f"<!-- end: {name} -->"
+    found = [match.span(1) for match in re.finditer(f"{re.escape(begin)}(.*?){re.escape(end)}", page, re.DOTALL)]
+    if len(found) != 1:
+        raise ValueError(f"the page has {len(found)} places {begin} … {end}; one is needed")
+    return slice(*found[0])
+
+
+def _lines(head: Sequence[str], lines: Sequence[str]) -> str:
+    return "\n".join((_line(head), _line(("---",) * len(head)), *lines))
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _rank_of(benchmark: str) -> int:
     return _ORDER.index(benchmark) if benchmark in _ORDER else len(_ORDER)
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Sets the project up, runs the five benchmarks one after the other, and writes the tables of docs/performance.md.
-# Leave the machine alone meanwhile: about 15 minutes, 6 GiB of memory. What a script printed stays in
+# Sets the project up, runs the six benchmarks one after the other, and writes the tables of docs/performance.md.
+# Leave the machine alone meanwhile: about 15 minutes, 6 GiB of memory, 2 of disk. What a script printed stays in
 # benchmarks/results/NAME.json; one that fails is named at the end, and its table stays as it was.
 #
 #   bash benchmarks/run_all.sh [--quick] [--peer-python FILE] [--trace FILE] [--only NAME,NAME]
@@ -8,12 +8,12 @@
 #   --quick             fewer rounds: a test of the scripts
 #   --peer-python FILE  an interpreter that has LMCache (benchmarks/README.md)
 #   --trace FILE        what replay.py runs; without it a generated chat workload
-#   --only NAMES        of engine,cluster,broadcast,index_scale,replay
+#   --only NAMES        of engine,cluster,broadcast,index_scale,disk,replay
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 results="$root/benchmarks/results"
-names="engine,cluster,broadcast,index_scale,replay"
+names="engine,cluster,broadcast,index_scale,disk,replay"
 only="$names"
 quick=()
 peer=()
@@ -52,7 +52,7 @@ failed=()
 for name in ${only//,/ }; do
     arguments=(${quick[@]+"${quick[@]}"})
     case "$name" in
-        engine | cluster) arguments+=(${peer[@]+"${peer[@]}"}) ;;
+        engine | cluster | disk) arguments+=(${peer[@]+"${peer[@]}"}) ;;
         replay) arguments+=(${trace[@]+"${trace[@]}"}) ;;
     esac
     echo "run_all: $name ${arguments[*]-}" >&2

@@ -1,6 +1,6 @@
 """Writing and reading chunk files, as a share of plain Python's speed with as many bytes in files of the same names."""
 
-import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,20 +8,17 @@ import numpy as np
 
 from benchmarks.claims import Claim, Part, at_least, beside
 from benchmarks.disk_parts import plain
+from benchmarks.disk_parts.rank import RankChunks
+from benchmarks.disk_parts.single import DirectoryChunks, chunks_of
 from benchmarks.engine_parts.turns import BothSides, in_turns
 from benchmarks.measure import Json, Samples, interleaved, progress, ratio
 from benchmarks.peers.child import PeerProcess
 from benchmarks.workload import CHUNK_SIZE
 from lmcache_ray.dtypes import KVDtype
 from lmcache_ray.layout import Placement, ShardSpec, WorldLayout, uniform_world
-from lmcache_ray.storage.directory_lock import DirectoryOwner
-from lmcache_ray.storage.disk import RankDisk
-from lmcache_ray.storage.disk_names import StoredChunk, chunk_path
+from lmcache_ray.storage.disk_names import chunk_path
 
-_OWNER = DirectoryOwner("benchmarks", "disk", "one life")
 _ROUNDS_PER_TURN = 2  # one forwards and one backwards
-_PLAIN = {"write": plain.WRITE, "read": plain.READ}
-_NOTES = {"write": "of open().write() and rename, same bytes", "read": "of open().readinto(), same bytes"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +39,21 @@ class ChunkKind:
         return uniform_world((group,), chunk_size=CHUNK_SIZE, world_size=1, placement=Placement.PER_RANK)
 
 
-def open_disk(root: Path, layout: WorldLayout) -> RankDisk:
-    """The directory of the one rank."""
-    return RankDisk.open(root, owner=_OWNER, layout=layout, rank=0, max_nbytes=2**40)
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """One direction: what the cases of plain Python, of the rank (and the peer) and of one thread are called."""
+
+    title: str
+    plain: str
+    rank: str
+    single: str
+    note: str
 
 
-def chunks_of(count: int, first: int = 0) -> list[StoredChunk]:
-    """Chunks with keys of their own."""
-    return [StoredChunk(hashlib.sha256(b"%d" % number).digest(), number) for number in range(first, first + count)]
+_WAYS = (
+    _Way("store", plain.WRITE, "store", "write", "of open().write() and rename, same bytes"),
+    _Way("retrieve", plain.READ, "retrieve", "read", "of open().readinto(), same bytes"),
+)
 
 
 def measure_chunks(kind: ChunkKind, folder: Path, *, turns: int, peer: PeerProcess | None) -> Part:
@@ -65,69 +69,60 @@ def measure_chunks(kind: ChunkKind, folder: Path, *, turns: int, peer: PeerProce
         "gb_per_s": {case: cases.nbytes / samples.median_s / 1e9 for case, samples in both.own.items()},
         "times": both.to_json(),
     }
-    return Part(_claims(kind, both), measured)
+    return Part([claim for way in _WAYS for claim in _claims(kind, way, both)], measured)
 
 
 class _ChunkCases:
-    """One arena's worth of slots, each with a chunk of its own to write and one to read."""
+    """The slots of one arena, each with a file to read in each of three directories, and with others to write."""
 
     def __init__(self, kind: ChunkKind, folder: Path) -> None:
-        layout = kind.layout
-        self._memory = plain.slots(kind.count, layout.ranks[0].slot_nbytes)
-        self.nbytes = self._memory.nbytes
-        self._disk = open_disk(folder / "ours", layout)
-        self._disk.inventory()
-        self._kept = chunks_of(kind.count)
-        self._written = chunks_of(kind.count, first=kind.count)
-        self._plain = plain.PlainFiles(folder / "plain", [chunk_path(chunk) for chunk in self._kept], self._memory)
+        self._rank = RankChunks(folder / "rank", kind.layout, kind.count)
+        self._slots = self._rank.slots
+        self._single = DirectoryChunks(folder / "single", kind.layout, self._slots)
+        names = [chunk_path(chunk) for chunk in chunks_of(kind.count)]
+        self._plain = plain.PlainFiles(folder / "plain", names, self._slots)
         self._plain.make()
-        self._write_all(self._kept)
+        self.nbytes = sum(slot.nbytes for slot in self._slots)
 
     def check(self) -> None:
         """Every chunk comes back as it was. RuntimeError if not."""
-        before = self._memory.copy()
-        self._memory[:] = 0
-        self._read()
-        if not np.array_equal(before, self._memory):
-            raise RuntimeError("other bytes were read than had been written")
+        before = np.stack(self._slots)
+        readers: tuple[Callable[[], None], ...] = (self._rank.retrieve, self._single.read, self._plain.read)
+        for read in readers:
+            for slot in self._slots:
+                slot[:] = 0
+            read()
+            if not np.array_equal(before, np.stack(self._slots)):
+                raise RuntimeError("other bytes were read than had been written")
 
     def rounds(self) -> dict[str, Samples]:
         """The rounds of one turn."""
         return interleaved(
             {
                 plain.WRITE: self._plain.write,
-                "write": lambda: self._write_all(self._written),
+                "store": self._rank.store,
+                "write": self._single.write,
                 plain.READ: self._plain.read,
-                "read": self._read,
+                "retrieve": self._rank.retrieve,
+                "read": self._single.read,
             },
             rounds=_ROUNDS_PER_TURN,
             warmup=0,
-            before={plain.WRITE: self._plain.remove, "write": lambda: self._disk.delete(self._written)},
+            before={plain.WRITE: self._plain.clear, "store": self._rank.clear, "write": self._single.clear},
         )
 
     def close(self) -> None:
-        """Let the directory go."""
-        self._disk.close()
-
-    def _write_all(self, chunks: list[StoredChunk]) -> None:
-        for chunk, slot in zip(chunks, self._memory, strict=True):
-            if not self._disk.write(chunk, CHUNK_SIZE, slot, lambda: True):
-                raise RuntimeError("a chunk was refused")
-
-    def _read(self) -> None:
-        for chunk, slot in zip(self._kept, self._memory, strict=True):
-            result = self._disk.read_into(chunk, slot)
-            if result.fault is not None:
-                raise RuntimeError(f"a chunk was not read: {result.fault}")
+        """Let the directories go."""
+        self._rank.close()
+        self._single.close()
 
 
-def _claims(kind: ChunkKind, both: BothSides) -> list[Claim]:
-    claims = []
-    for case, of_plain in _PLAIN.items():
-        name = f"disk {case}, {kind.name} chunks"
-        promise = beside(name, "x", _NOTES[case]) if kind.bar is None else at_least(name, kind.bar, "x", _NOTES[case])
-        claims.append(promise.of_ratio(ratio(both.own[of_plain], both.own[case])))
-        if case in both.peer:
-            found = ratio(both.peer[of_plain], both.peer[case])
-            claims.append(beside(f"LMCache's {name}", "x", _NOTES[case]).of_ratio(found))
+def _claims(kind: ChunkKind, way: _Way, both: BothSides) -> list[Claim]:
+    name, alone = f"disk {way.title}, {kind.name} chunks", f"disk {way.title} by one thread, {kind.name} chunks"
+    promise = beside(name, "x", way.note) if kind.bar is None else at_least(name, kind.bar, "x", way.note)
+    claims = [promise.of_ratio(ratio(both.own[way.plain], both.own[way.rank]))]
+    if both.peer:
+        found = ratio(both.peer[way.plain], both.peer[way.rank])
+        claims.append(beside(f"LMCache's {name}", "x", way.note).of_ratio(found))
+    claims.append(beside(alone, "x", way.note).of_ratio(ratio(both.own[way.plain], both.own[way.single])))
     return claims

@@ -2,7 +2,7 @@
 
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,40 +21,52 @@ def slots(count: int, nbytes: int) -> np.ndarray:
     return memory
 
 
-class PlainFiles:
-    """Files with given names below `folder`, one for each slot. `read` reads those of `make`, `write` makes others."""
+def give_back(paths: Iterable[str | Path]) -> None:
+    """Empty files instead of deleting them, so that their space is free and the next files are made as the first were.
 
-    def __init__(self, folder: Path, names: Sequence[str], memory: np.ndarray) -> None:
-        self._written = [str(folder / "written" / name) for name in names]
+    A filesystem without a journal does not use what it just freed: ext4 then searches, for each new file, for something
+    that it freed longer ago, which takes several times as long as to write 64 KiB.
+    """
+    for path in paths:
+        os.truncate(path, 0)
+
+
+class PlainFiles:
+    """Files of given names below `folder`, one for each slot. `read` reads those of `make`, `write` makes new ones."""
+
+    def __init__(self, folder: Path, names: Sequence[str], memory: Sequence[np.ndarray]) -> None:
+        self._names = [str(folder / "written" / name) for name in names]
         self._kept = [str(folder / "kept" / name) for name in names]
         self._memory = memory
-        for path in (*self._written, *self._kept):
+        self._written: list[str] = []
+        self._num_writes = 0
+        for path in (*self._names, *self._kept):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
 
     def make(self) -> None:
         """Write the files that are going to be read."""
-        for path, slot in zip(self._kept, self._memory, strict=True):
-            _write(path, slot)
+        _write_all(self._kept, self._memory)
 
     def write(self) -> None:
-        """Every slot to a file under a temporary name, renamed when it is complete."""
-        for path, slot in zip(self._written, self._memory, strict=True):
-            _write(path, slot)
+        """Every slot to a new file under a temporary name, renamed when it is complete."""
+        self._num_writes += 1
+        self._written = [f"{name}.{self._num_writes}" for name in self._names]
+        _write_all(self._written, self._memory)
 
-    def remove(self) -> None:
-        """What `write` made, if anything."""
-        for path in self._written:
-            Path(path).unlink(missing_ok=True)
+    def clear(self) -> None:
+        """Give back the space of what was written last."""
+        give_back(self._written)
 
     def read(self) -> None:
         """Every file into its slot."""
         for path, slot in zip(self._kept, self._memory, strict=True):
             with open(path, "rb") as file:
-                if file.readinto(slot) != slot.nbytes:
+                if file.readinto(slot.data) != slot.nbytes:
                     raise RuntimeError(f"{path} is too short")
 
 
-def _write(path: str, slot: np.ndarray) -> None:
-    with open(path + ".tmp", "wb") as file:
-        file.write(slot)
-    os.rename(path + ".tmp", path)
+def _write_all(paths: Sequence[str], memory: Sequence[np.ndarray]) -> None:
+    for path, slot in zip(paths, memory, strict=True):
+        with open(path + ".tmp", "wb") as file:
+            file.write(slot.data)
+        os.rename(path + ".tmp", path)

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 from benchmarks.claims import Part, at_most
-from benchmarks.disk_parts.chunks import ChunkKind, chunks_of, open_disk
+from benchmarks.disk_parts.chunks import ChunkKind
 from benchmarks.disk_parts.plain import slots
+from benchmarks.disk_parts.single import chunks_of, open_disk
 from benchmarks.measure import interleaved, progress
 from benchmarks.workload import CHUNK_SIZE
 

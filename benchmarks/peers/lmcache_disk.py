@@ -36,7 +36,7 @@ from benchmarks.workload import CHUNK_SIZE, MODEL_NAME, NARROW
 
 _ROUNDS_PER_TURN = 2
 _END_S = 60.0  # to files that are written in the background
-_LIMIT_GIB = 1000.0  # what is removed stays counted, so a limit would be reached
+_LIMIT_GIB = 1000.0  # what was given back stays counted, so a limit would be reached
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +73,11 @@ class DiskCases:
         known = metadata_of(size.name, NARROW, world_size=1, worker_id=0)
         self._memory = LocalCPUBackend(config, known, "cpu")
         self._disk = LocalDiskBackend(config, self._loop, self._memory, "cpu", metadata=known)
-        self._written, self._kept = self._keys(0), self._keys(size.count)
+        self._kept, self._written = self._keys(0), list[CacheEngineKey]()
+        self._num_writes = 0
         self._slots = [self._allocate() for _ in range(size.count)]
         names = [f"{key.chunk_hash:064x}.pt" for key in self._kept]
-        self._plain = plain.PlainFiles(folder / "plain", names, plain.slots(size.count, size.nbytes))
+        self._plain = plain.PlainFiles(folder / "plain", names, list(plain.slots(size.count, size.nbytes)))
         self._plain.make()
         self._write(self._kept)
 
@@ -85,13 +86,13 @@ class DiskCases:
         return interleaved(
             {
                 plain.WRITE: self._plain.write,
-                "write": lambda: self._write(self._written),
+                "store": self._store,
                 plain.READ: self._plain.read,
-                "read": self._read,
+                "retrieve": self._retrieve,
             },
             rounds=_ROUNDS_PER_TURN,
             warmup=0,
-            before={plain.WRITE: self._plain.remove, "write": self._remove},
+            before={plain.WRITE: self._plain.clear, "store": self._clear},
         )
 
     def close(self) -> None:
@@ -115,11 +116,15 @@ class DiskCases:
             if not written.acquire(timeout=_END_S):
                 raise RuntimeError(f"a chunk was not written within {_END_S} s")
 
-    def _remove(self) -> None:
-        for key in self._written:
-            self._disk.remove(key)
+    def _store(self) -> None:
+        self._num_writes += 1
+        self._written = self._keys(self._num_writes * self._size.count)
+        self._write(self._written)
 
-    def _read(self) -> None:
+    def _clear(self) -> None:
+        plain.give_back(self._disk.dict[key].path for key in self._written)
+
+    def _retrieve(self) -> None:
         for key in self._kept:
             slot = self._disk.get_blocking(key)
             if slot is None:

@@ -8,9 +8,11 @@ import pytest
 from benchmarks.claims import Bar, Claim, Part, at_least, at_most, beside, results_of
 from benchmarks.measure import Samples, TimedElsewhere, interleaved
 from benchmarks.replay import Outcome, Setting, count_hits, part_of
-from benchmarks.report import Document, Row, blocks_of, missed_table, shown, table, with_blocks
+from benchmarks.report import Document, Row, block_of, shown, table, with_blocks, with_documents
 from cluster.workload import TraceRequest
 
+PLACES = ("engine", "cluster", "broadcast", "index_scale", "disk", "replay", "runs", "missed")
+EMPTY_PAGE = "\n".join(f"<!-- begin: {name} -->\n<!-- end: {name} -->" for name in PLACES)
 PAGE = Path(__file__).parent.parent.parent / "docs" / "performance.md"
 
 
@@ -37,6 +39,11 @@ def document_of(benchmark: str, *claims: Claim, **run: object) -> Document:
         }
     )
     return Document.parse(text, "a test")
+
+
+def written(name: str, *documents: Document) -> str:
+    """What these documents make stand in that place of an empty page."""
+    return block_of(with_documents(EMPTY_PAGE, documents), name)
 
 
 def row_of(claim: Claim) -> Row:
@@ -112,19 +119,30 @@ class TestTable:
 
 class TestDocuments:
     def test_runs_tell_machine_date_commit_and_arguments_without_paths(self) -> None:
-        runs = blocks_of([document_of("engine", is_tree_dirty=True)])["runs"].splitlines()[-1]
+        runs = written("runs", document_of("engine", is_tree_dirty=True)).splitlines()[-1]
         assert "| `engine` | 2030-01-02 | 0123456789 and changes | Some CPU, 2 cores, 8 GiB | 0.2 and 1.5 |" in runs
         assert runs.endswith("| quick, parts a/b, peer python python |")
 
     def test_runs_stand_in_the_order_of_the_page(self) -> None:
-        runs = blocks_of([document_of("replay"), document_of("engine"), document_of("cluster")])["runs"]
+        runs = written("runs", document_of("replay"), document_of("engine"), document_of("cluster"))
         assert [line.split("`")[1] for line in runs.splitlines()[2:]] == ["engine", "cluster", "replay"]
 
     def test_missed_are_the_claims_that_do_not_hold(self) -> None:
         good, bad = at_most("good", 1).claim(1, 1, 1), at_most("bad", 1).claim(2, 2, 2)
-        missed = missed_table([document_of("engine", good, beside("open").claim(9, 9, 9), bad)])
+        missed = written("missed", document_of("engine", good, beside("open").claim(9, 9, 9), bad))
         assert "bad" in missed and "good" not in missed and "open" not in missed
-        assert missed_table([document_of("engine", good)]) == "Every number reached its bar."
+        assert written("missed", document_of("engine", good)) == "Every number reached its bar."
+
+    def test_what_the_page_says_of_other_scripts_is_kept(self) -> None:
+        slow, slower = (document_of(name, at_most(f"{name}'s", 1).claim(2, 2, 2)) for name in ("cluster", "engine"))
+        page = with_documents(with_documents(EMPTY_PAGE, [slow]), [slower])
+        assert page == with_documents(EMPTY_PAGE, [slow, slower])
+        assert [line.split("`")[1] for line in block_of(page, "runs").splitlines()[2:]] == ["engine", "cluster"]
+        assert [line.split(" ")[1] for line in block_of(page, "missed").splitlines()[2:]] == ["engine's", "cluster's"]
+        better = document_of("engine", at_most("engine's", 1).claim(1, 1, 1), commit="fedcba9876543210")
+        page = with_documents(page, [better])
+        assert "fedcba9876" in block_of(page, "runs") and "0123456789" in block_of(page, "runs")
+        assert "engine's" not in block_of(page, "missed") and "cluster's" in block_of(page, "missed")
 
     @pytest.mark.parametrize("text", ["", "[]", "{}", '{"results": {"claims": [{"name": "n"}]}}'])
     def test_another_text_is_refused_by_its_source(self, text: str) -> None:
@@ -145,9 +163,8 @@ class TestPage:
             with_blocks(page, {"a": "new"})
 
     def test_the_page_has_a_place_for_every_script(self) -> None:
-        names = ("engine", "cluster", "broadcast", "index_scale", "replay")
-        written = with_blocks(PAGE.read_text(encoding="utf-8"), dict.fromkeys((*names, "runs", "missed"), "filled"))
-        assert written.count("-->\nfilled\n<!--") == len(names) + 2
+        page = with_blocks(PAGE.read_text(encoding="utf-8"), dict.fromkeys(PLACES, "filled"))
+        assert page.count("-->\nfilled\n<!--") == len(PLACES)
 
 
 class TestReplay:
