@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from cluster.__main__ import main
 from cluster.client import CacheCluster, Request
 from lmcache_ray.connector.dense import empty_shard
 from lmcache_ray.shape_spec import parse_kvcache_shape_spec
 from tests.on_ray import rank_functions
 from tests.on_ray.checked_calls import drop_local, flush, got, prompt, put, retrieved, store, wait_until
-from tests.on_ray.conftest import StartCluster
+from tests.on_ray.conftest import NAMESPACE, StartCluster
 from tests.on_ray.random_driver import C
 from tests.redis_server import RedisServer, running_server
 
@@ -73,6 +74,11 @@ def test_what_an_earlier_cluster_stored_is_a_hit(cluster: CacheCluster) -> None:
     assert traffic["read"] >= 32 and not any(traffic[name] for name in ("written", "missing", "damaged", "unreadable"))
     cluster.check_integrity()
     assert cluster.is_healthy()
+
+
+def test_there_are_no_files_to_check(cluster: CacheCluster, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--name", "later", "--namespace", NAMESPACE]) == 2
+    assert "cluster 'later' has no disk tier: it was started without local_disk" in capsys.readouterr().err
 
 
 def test_a_lookup_begins_to_load(cluster: CacheCluster) -> None:

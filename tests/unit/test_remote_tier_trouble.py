@@ -3,6 +3,7 @@ engine says what is wrong, and hits return when the store does, without anybody'
 """
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -206,6 +207,18 @@ def _held(load: Callable[..., object], may_go_on: threading.Event) -> Callable[.
         return load(*arguments)
 
     return held
+
+
+def test_a_prompt_that_takes_longer_to_put_than_a_call_may_last(tmp_path: Path, users_url: str) -> None:
+    """It goes in parts, each of which ends in time; with a limit of our own they are small."""
+    store, long = users_store(users_url), Prompt(1, num_chunks=16)
+    store.mishap = lambda call: time.sleep(0.05) if call == "put" else None
+    with impatient_world(tmp_path, users_url, call_timeout_s=0.4, max_remote_size=64 / 1024**2) as world:
+        assert world.store(long) == 16 * C
+        world.flush()
+        assert (world.remote_traffic.written, world.tiers.problems()) == (16, [])
+        world.drop_local()
+        assert world.locate(long) == TierHits(16 * C, cpu=0, disk=0, remote=16 * C)
 
 
 # -- killed -----------------------------------------------------------------------------------------------------------
