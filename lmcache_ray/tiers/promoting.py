@@ -15,7 +15,13 @@ from lmcache_ray.index_service import IndexService
 from lmcache_ray.storage.remote import RemoteChunk
 from lmcache_ray.tiers.calls import ChunkOutcome, RankAnswer
 from lmcache_ray.tiers.disk_tier import DiskTier
-from lmcache_ray.tiers.promotion import Promotion, complete_promotion, plan_promotion, stop_waiting
+from lmcache_ray.tiers.promotion import (
+    Promotion,
+    complete_promotion,
+    is_coming_up,
+    plan_promotion,
+    stop_waiting,
+)
 from lmcache_ray.tiers.remote_tier import RemoteTier
 from lmcache_ray.tiers.spec import Tier
 from lmcache_ray.tiers.tiered_index import TieredIndex
@@ -245,10 +251,10 @@ class Promoter:
     def _await_others(self, promotion: Promotion[RemoteChunk], deadline: float) -> bool:
         """Wait while other callers bring up chunks of this prompt, and pin them for it too; False if none does."""
         with self._service.at_now() as (index, _):
-            must_wait = index.is_coming_up(promotion.keys)
+            must_wait = is_coming_up(index, promotion.keys)
         if must_wait:
             remaining_s = max(0.0, deadline - self._clock())
-            self._service.wait_until(lambda index: not index.is_coming_up(promotion.keys), remaining_s)
+            self._service.wait_until(lambda index: not is_coming_up(index, promotion.keys), remaining_s)
         with self._service.at_now() as (index, _):
             stop_waiting(index, promotion)
         return must_wait

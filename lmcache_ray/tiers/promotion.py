@@ -81,7 +81,7 @@ def plan_promotion(
         read = [ref.key for ref in disk.values()]
         index.disk.hold(read, promotion.disk_lease_id, TIERS_CLIENT, now, timeout_s=timeout_s)
     index.trim()
-    if index.is_coming_up(run):
+    if is_coming_up(index, run):
         index.awaiting[lease_id] = (run, client)
     index.coming_up.update({ref.generation: Tier.DISK for at, ref in enumerate(plan.refs) if at in disk})
     index.coming_up.update({ref.generation: Tier.REMOTE for at, ref in enumerate(plan.refs) if at in remote})
@@ -117,6 +117,12 @@ def complete_promotion(
         index.coming_up.pop(ref.generation, None)
     index.trim()
     return lost
+
+
+def is_coming_up(index: TieredIndex, keys: Sequence[bytes]) -> bool:
+    """Whether some of `keys` are being brought into memory from below."""
+    table = index.memory.table
+    return any(table.generation_of[table.slot_of[key]] in index.coming_up for key in keys if table.is_writing(key))
 
 
 def stop_waiting(index: TieredIndex, promotion: Promotion[Remote]) -> None:

@@ -81,11 +81,6 @@ class TieredIndex:
                 break
         return found
 
-    def is_coming_up(self, keys: Sequence[bytes]) -> bool:
-        """Whether some of `keys` are being brought into memory from below."""
-        table = self.memory.table
-        return any(table.generation_of[table.slot_of[key]] in self.coming_up for key in keys if table.is_writing(key))
-
     def lookup(
         self, keys: Sequence[bytes], lease_id: str | None, *, client: str, now: float, tiers: Collection[Tier]
     ) -> int:
@@ -128,9 +123,7 @@ class TieredIndex:
         self.awaiting.pop(lease_id, None)
         self._touch_disk(keys)
         skipped = start if self.disk is not None and len(self.run(keys[:start])) == start else 0
-        plan = self.memory.prepare_load(
-            keys[skipped:], lease_id=lease_id, client=client, now=now, start=start - skipped
-        )
+        plan = self.memory.prepare_load(keys[skipped:], lease_id=lease_id, client=client, now=now, start=start - skipped)
         self.trim()
         return replace(plan, start=start)
 
@@ -232,15 +225,13 @@ class TieredIndex:
     ) -> bool:
         """As `CacheIndex.complete_store`; what becomes READY is to go down."""
         known = self.memory.complete_store(plan_id, ranks, done=done, failed=failed)
-        self._send_down(self.memory.table.take_newly_ready())
-        self.trim()
-        return known
-
-    def _send_down(self, ready: Sequence[ChunkRef]) -> None:
+        ready = self.memory.table.take_newly_ready()
         for tier, backlog in self.backlogs.items():
             group = [ref for ref in ready if self._is_new_to(tier, ref)]
             if group:
                 backlog.add(group)
+        self.trim()
+        return known
 
     def _is_new_to(self, tier: Tier, ref: ChunkRef) -> bool:
         """What came from a remote store goes to the disk too, but nothing goes back where it came from, or is."""

@@ -3,7 +3,7 @@
 import pytest
 
 from lmcache_ray.index.plans import Deferred
-from lmcache_ray.tiers.promotion import Promotion, stop_waiting
+from lmcache_ray.tiers.promotion import Promotion, is_coming_up, stop_waiting
 from lmcache_ray.tiers.spec import Tier
 from lmcache_ray.tiers.tiered_index import TieredIndex
 from tests.unit.index_builders import keys_of, names
@@ -282,11 +282,11 @@ def test_a_chunk_is_read_once_for_all_who_want_it_and_pinned_for_each(keeps: boo
     first = planned_up(tiers, "ab", lease_id="first")
     second = planned_up(tiers, "abc", lease_id="second")
     assert (names(first.refs), names(second.refs)) == ("ab", "c")
-    assert tiers.is_coming_up(second.keys)
+    assert is_coming_up(tiers, second.keys)
     complete(tiers, second)
-    assert tiers.is_coming_up(second.keys), "what the first reads has not come"
+    assert is_coming_up(tiers, second.keys), "what the first reads has not come"
     complete(tiers, first)
-    assert not tiers.is_coming_up(second.keys)
+    assert not is_coming_up(tiers, second.keys)
     assert load(tiers, "ab", lease_id="first") == "ab"
     tiers.release("first")
     assert load(tiers, "abc", lease_id="second") == "abc", "none has left before the second reader came to it"
@@ -324,7 +324,7 @@ def test_who_waits_for_what_fails_waits_for_nothing() -> None:
     second = planned_up(tiers, "ab", lease_id="second")
     complete(tiers, second)
     complete(tiers, first, {0: [True, True], 1: [False, True]})
-    assert not tiers.is_coming_up(second.keys)
+    assert not is_coming_up(tiers, second.keys)
     assert load(tiers, "ab", lease_id="second") == ""
 
 
@@ -334,7 +334,7 @@ def test_a_chunk_that_somebody_is_storing_is_not_read_from_below() -> None:
     assert not isinstance(plan, Deferred)
     promotion = planned_up(tiers, "ab", found="a")
     assert names(promotion.refs) == "b", "behind a, which will be there"
-    assert not tiers.is_coming_up(keys_of("a"))
+    assert not is_coming_up(tiers, keys_of("a"))
     complete(tiers, promotion)
     assert load(tiers, "ab") == ""
     tiers.complete_store(plan.plan_id, tiers.memory.holders, done=[0])
