@@ -122,8 +122,8 @@ class TieredIndex:
         """
         self.awaiting.pop(lease_id, None)
         self._touch_disk(keys)
-        skipped = start if self.disk is not None and len(self.run(keys[:start])) == start else 0
-        plan = self.memory.prepare_load(keys[skipped:], lease_id=lease_id, client=client, now=now, start=start - skipped)
+        skip = start if self.disk is not None and len(self.run(keys[:start])) == start else 0
+        plan = self.memory.prepare_load(keys[skip:], lease_id=lease_id, client=client, now=now, start=start - skip)
         self.trim()
         return replace(plan, start=start)
 
