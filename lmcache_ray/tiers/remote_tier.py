@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from lmcache_ray.errors import StorageError
+from lmcache_ray.errors import StorageError, StorageUnavailableError
 from lmcache_ray.index.plans import ChunkRef
 from lmcache_ray.index_service import IndexService
 from lmcache_ray.storage.remote import RemoteChunk, RemoteStore
@@ -85,6 +85,8 @@ class RemoteTier:
                 if chunk is None:
                     break
                 found[chunk.key] = chunk
+        except StorageUnavailableError:
+            pass  # too slow for this caller; whether it is out of order is for its guard to say
         except StorageError as error:
             self.health.failed(str(error), self._clock())
         return found
@@ -162,7 +164,6 @@ class RemoteTier:
             if problems:
                 self.suspend(problems[0])
                 break
-            self.health.went_well()
         return whole
 
     def suspend(self, problem: str) -> None:
@@ -178,6 +179,9 @@ class RemoteTier:
 
         Whether it is time for a store that does not answer is known to what guards it, here and there.
         """
+        problem = self._store.backend.problem
+        if problem is not None and self.health.is_good:  # calls have failed for which nobody waited any more
+            self.health.failed(problem, self._clock())
         if self.health.is_good or not self._store.backend.probe() or not self.health.may_try(self._clock()):
             return
         answers = self._ask(TierCall("probe_remote"), self._timeout_s)
