@@ -125,7 +125,7 @@ class TieredIndex:
         skip = start if self.disk is not None and len(self.run(keys[:start])) == start else 0
         plan = self.memory.prepare_load(keys[skip:], lease_id=lease_id, client=client, now=now, start=start - skip)
         self.trim()
-        return replace(plan, start=start) if skipped else plan
+        return replace(plan, start=start) if skip else plan
 
     def release(self, lease_id: str) -> bool:
         """End a lease in every tier; False if there was none."""
