@@ -46,8 +46,7 @@ class CallThreads:
         Raises `DeadlineError` else; then `function` was not begun and will not be, or it is stuck for the time being.
         Raises `ClosedError` after `close`.
         """
-        future: Future[T] = Future()
-        self._submit(future, function)
+        future = self.begin(function)
         wait([future], timeout_s)
         if not future.done() and future.cancel():
             raise DeadlineError(f"no thread was free for {self._name} within {timeout_s:.3g} s")
@@ -55,7 +54,18 @@ class CallThreads:
             if not future.done():
                 self._stuck.add(future)
                 raise DeadlineError(f"{self._name} did not answer within {timeout_s:.3g} s")
+        if future.cancelled():
+            raise self._closed()
         return future.result()
+
+    def begin(self, function: Callable[[], T]) -> "Future[T]":
+        """The call, under way as soon as a thread is free; until then it can be cancelled, and `close` cancels it.
+
+        Whoever begins a call so waits for it himself, and it never counts as stuck. Raises `ClosedError` after `close`.
+        """
+        future: Future[T] = Future()
+        self._submit(future, function)
+        return future
 
     def close(self) -> None:
         """End idle threads now and busy ones after their call. Calls that wait for their turn raise `ClosedError`."""
@@ -64,13 +74,15 @@ class CallThreads:
             left, self._waiting = self._waiting, deque()
             self._has_work.notify_all()
         for future, _ in left:
-            if future.set_running_or_notify_cancel():
-                future.set_exception(self._closed())
+            if future.cancel():
+                future.set_running_or_notify_cancel()  # wakes who waits for it
 
     def _submit(self, future: "Future[T]", function: Callable[[], T]) -> None:
         with self._has_work:
             if self._is_closed:
                 raise self._closed()
+            while self._waiting and self._waiting[0][0].cancelled():
+                self._waiting.popleft()  # while all threads are stuck nobody else takes them away
             self._waiting.append((future, function))
             if self._num_idle >= len(self._waiting):
                 self._has_work.notify()

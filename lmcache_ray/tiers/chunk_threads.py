@@ -1,15 +1,15 @@
 """Who does the chunks of one call: its caller's thread, and a second one if it is free.
 
 Apart from `rank_tiers`, which says what is done to a chunk. That the caller takes part means that no call waits for
-another one: a disk is read while a slow remote store keeps every helper busy.
+another one: a disk is read while a slow remote store keeps every helper busy. A helper that is stuck in a dead
+filesystem does not keep the process from ending.
 """
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from lmcache_ray.errors import ClosedError, StorageError
+from lmcache_ray.storage.call_threads import CallThreads
 from lmcache_ray.tiers.calls import ChunkOutcome, RankAnswer
 
 _NUM_HELPERS: Final = 2
@@ -20,8 +20,7 @@ class ChunkThreads:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._helpers = ThreadPoolExecutor(_NUM_HELPERS, thread_name_prefix=name)
-        self._lock = threading.Lock()  # guards `_is_closed`
+        self._helpers = CallThreads(max_threads=_NUM_HELPERS, name=name)
         self._is_closed = False
 
     def each(self, number: int, run: Callable[[int], ChunkOutcome], *, with_help: bool) -> RankAnswer:
@@ -55,14 +54,11 @@ class ChunkThreads:
 
     def close(self) -> None:
         """Begin nothing more; what has begun is not waited for. Idempotent."""
-        with self._lock:
-            self._is_closed = True
-        self._helpers.shutdown(wait=False)
+        self._is_closed = True
+        self._helpers.close()
 
     def _work_together(self, work: Callable[[], None]) -> None:
-        with self._lock:  # a pool that is shut down takes nothing
-            self.check_open()
-            helper = self._helpers.submit(work)
+        helper = self._helpers.begin(work)
         try:
             work()
         finally:

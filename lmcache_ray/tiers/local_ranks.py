@@ -1,25 +1,28 @@
 """The ranks of an in-process world as `TierRanks`: each answers in a thread of its own."""
 
-import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
+from functools import partial
+from typing import Final
 
+from lmcache_ray.errors import ClosedError
+from lmcache_ray.storage.call_threads import CallThreads
 from lmcache_ray.tiers.calls import RankAnswer, TierCall
 from lmcache_ray.tiers.rank_tiers import RankTiers
+
+_THREADS_OF_A_RANK: Final = 4
 
 
 class LocalTierRanks:
     """A `TierRanks` over ranks of this process. Thread-safe.
 
-    A call that is stuck, in a dead filesystem for example, keeps its thread; there are some for each rank. After
-    `close` nobody answers.
+    A call that is stuck, in a dead filesystem for example, keeps its thread, of which there are four for each rank, but
+    not the process from ending. One that has not begun in time never will. After `close` nobody answers.
     """
 
     def __init__(self, ranks: Mapping[int, RankTiers]) -> None:
         self._ranks = dict(ranks)
-        self._threads = ThreadPoolExecutor(4 * max(1, len(self._ranks)), thread_name_prefix="tier-ranks")
-        self._lock = threading.Lock()  # guards `_is_closed`
-        self._is_closed = False
+        self._threads = CallThreads(max_threads=_THREADS_OF_A_RANK * max(1, len(self._ranks)), name="tier ranks")
 
     @property
     def holders(self) -> Sequence[int]:
@@ -28,17 +31,17 @@ class LocalTierRanks:
 
     def ask(self, calls: Mapping[int, TierCall], *, timeout_s: float) -> dict[int, RankAnswer]:
         """See `TierRanks`."""
-        with self._lock:
-            if self._is_closed:
-                return {}
-            futures = {rank: self._threads.submit(self._ranks[rank].run, call) for rank, call in calls.items()}
-        done, _ = wait(futures.values(), timeout=timeout_s)
-        return {rank: future.result() for rank, future in futures.items() if future in done}
+        try:
+            begun = {rank: self._threads.begin(partial(self._ranks[rank].run, call)) for rank, call in calls.items()}
+        except ClosedError:
+            return {}
+        done, late = wait(begun.values(), timeout=timeout_s)
+        for call_of_rank in late:
+            call_of_rank.cancel()
+        return {rank: future.result() for rank, future in begun.items() if future in done and not future.cancelled()}
 
     def close(self) -> None:
         """Close every rank's tiers. Idempotent."""
-        with self._lock:
-            self._is_closed = True
+        self._threads.close()
         for rank in self._ranks.values():
             rank.close()
-        self._threads.shutdown(wait=False)  # calls that have not begun are answered at once: their rank is closed

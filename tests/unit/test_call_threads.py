@@ -46,6 +46,9 @@ def test_a_call_that_never_began_never_will() -> None:
     with pytest.raises(DeadlineError, match="no thread was free"):
         threads.run(began.set, SHORT_S)
     assert threads.num_stuck == 1
+    for _ in range(5):
+        threads.begin(began.set).cancel()
+    assert len(threads._waiting) == 1, "what nobody waits for any more is not kept"
     held.set()
     assert threads.run(lambda: "after it", LONG_S) == "after it"
     assert not began.is_set()
@@ -95,3 +98,14 @@ def test_a_stuck_thread_does_not_keep_the_process_from_ending() -> None:
     (stuck,) = (thread for thread in threading.enumerate() if thread.name == "the dead one call")
     assert stuck.daemon
     held.set()
+
+
+def test_a_call_that_was_only_begun_ends_by_itself_or_is_cancelled_by_close() -> None:
+    threads, held = CallThreads(max_threads=1, name="store"), threading.Event()
+    first, second = threads.begin(held.wait), threads.begin(lambda: "never")
+    threads.close()
+    assert second.cancelled() and not first.done()
+    held.set()
+    assert first.result(LONG_S) is True
+    with pytest.raises(ClosedError, match="store is closed"):
+        threads.begin(lambda: "never")
