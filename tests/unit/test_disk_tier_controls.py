@@ -142,6 +142,20 @@ def test_what_was_used_last_stays_on_disk_the_longest(tmp_path: Path) -> None:
         assert disk.locate(old[-1]).disk == WHOLE, "the first of the old ones went first"
 
 
+def test_the_order_of_use_survives_a_restart(tmp_path: Path) -> None:
+    used, old = [Prompt(number) for number in range(2)], [Prompt(number) for number in range(10, 15)]
+    with disk_world(tmp_path, "2 ranks", max_local_disk_size=0.5 * MIB) as disk:
+        for prompt in (*used, *old):
+            disk.spilled(prompt)
+        assert [disk.retrieved(prompt) for prompt in used] == [WHOLE] * 2
+    with disk_world(tmp_path, "2 ranks", max_local_disk_size=0.5 * MIB) as again:
+        number = 100
+        while all(again.locate(prompt).num_tokens for prompt in old):
+            again.spilled(Prompt(number := number + 1))
+        assert [again.locate(prompt).num_tokens for prompt in used] == [WHOLE] * 2
+        assert again.locate(old[-1]).num_tokens == WHOLE, "the first of the old ones went first"
+
+
 # -- disk without memory ----------------------------------------------------------------------------------------------
 
 
