@@ -32,6 +32,10 @@ from lmcache_ray.storage.old_layouts import OldLayouts
 __all__ = ("DirectoryOwner", "DiskFinding", "DiskInventory", "RankDisk", "StoredChunk")
 
 _MAX_LOST_RACES: Final = 4  # with a delete that removes the directory just made, or with somebody's rm -rf
+_OF_THE_PLACE: Final = frozenset(
+    (errno.EACCES, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EPERM, errno.ESTALE, errno.ETIMEDOUT)
+)
+"""Errors that say nothing of a file that could not be read: it may be as good as ever."""
 
 
 class RankDisk:
@@ -120,7 +124,10 @@ class RankDisk:
         return is_published
 
     def read_into(self, chunk: StoredChunk, data: np.ndarray) -> ReadResult:
-        """Read the chunk straight into `data` and prove every byte. With a fault, `data` holds garbage."""
+        """Read the chunk straight into `data` and prove every byte. With a fault, `data` holds garbage.
+
+        :raises StorageError: for a reason that says nothing of the file, such as too many open files.
+        """
         self._check_open()
         slot = self._bytes_of(data)
         try:
@@ -129,7 +136,9 @@ class RankDisk:
             return ReadResult(0, ChunkFault.MISSING)
         except (DamagedChunkError, IsADirectoryError):
             return ReadResult(0, ChunkFault.DAMAGED)
-        except OSError:
+        except OSError as error:
+            if error.errno in _OF_THE_PLACE:
+                raise StorageError(f"cannot read {self._tree.path_of(chunk)}: {error.strerror}") from error
             return ReadResult(0, ChunkFault.UNREADABLE)
 
     def touch(self, chunks: Iterable[StoredChunk]) -> None:
@@ -211,7 +220,11 @@ class RankDisk:
         try:
             read_start(file.path, head)
             self._heads.check_frame(open_frame(head, file.nbytes), file.chunk.key, file.chunk.generation)
-        except (DamagedChunkError, OSError):
+        except DamagedChunkError:
+            return False
+        except OSError as error:
+            if error.errno in _OF_THE_PLACE:
+                raise
             return False
         return True
 

@@ -26,6 +26,8 @@ from lmcache_ray.tiers.write_behind import DiskWrites, complete_disk_writes, nex
 _NEW_EPOCHS: Final = 1 << 20
 """Where nothing is found the epoch is drawn, so that files of a rank that is away now are not taken for new ones."""
 
+_FAIR_S: Final = 1.0
+"""A rank that is silent for less may just be busy."""
 _LAST_EPOCH: Final = (1 << EPOCH_BITS) - 1
 
 MakeDiskIndex = Callable[[int, int], CacheIndex]
@@ -149,13 +151,15 @@ class DiskTier:
             return
         with self._service.at_now() as (index, _):
             index.suspended.discard(Tier.DISK)
+            index.is_disk_away = False
 
     # -- up -----------------------------------------------------------------------------------------------------------
 
     def read(self, promotions: Sequence[Promotion[RemoteChunk]], timeout_s: float) -> dict[int, RankAnswer]:
         """Fill memory's slots of the promotions from the files, as one call to each rank; flags in their order.
 
-        Ranks begin with no file so late that they could not answer in time.
+        Ranks begin with no file so late that they could not answer in time. What is on a disk that cannot be read are
+        misses until `resume` has found it in order: nobody waits for it twice.
         """
         targets = [promotion.refs[at] for promotion in promotions for at in promotion.disk]
         sources = [promotion.disk[at] for promotion in promotions for at in promotion.disk]
@@ -163,23 +167,29 @@ class DiskTier:
             return {}
         answers = self._ask(TierCall("read_disk", (targets, sources, reading_s(timeout_s))), timeout_s)
         problems = problems_of(answers, self._ranks.holders, timeout_s)
-        if problems:  # that it can be read does not say that it can be written
+        has_failed = any(answer.problem is not None for answer in answers.values())
+        if problems and (has_failed or timeout_s >= _FAIR_S):  # that it can be read says nothing of writing
             self.health.failed(problems[0], self._clock())
+            with self._service.at_now() as (index, _):
+                index.suspended.add(Tier.DISK)
+                index.is_disk_away = True
         return answers
 
     # -- away ---------------------------------------------------------------------------------------------------------
 
-    def delete(self, chunks: Sequence[ChunkRef]) -> tuple[int, ...]:
+    def delete(self, chunks: Sequence[ChunkRef], *, timeout_s: float | None = None) -> tuple[int, ...]:
         """Delete files on every rank, and what each owes besides; the ranks that could not delete all of `chunks` yet.
 
-        A file that cannot be deleted stays owed, and keeps no other.
+        Waits for `timeout_s` at most (None: as for any call). A file that cannot be deleted stays owed, and keeps no
+        other.
         """
         ranks = tuple(self._ranks.holders)
         self._owe(chunks, ranks)
         with self._lock:
             owed = {rank: tuple(self._owed[rank]) for rank in ranks if self._owed[rank]}
         answers = self._ranks.ask(
-            {rank: TierCall("delete_disk", (refs,)) for rank, refs in owed.items()}, timeout_s=self._timeout_s
+            {rank: TierCall("delete_disk", (refs,)) for rank, refs in owed.items()},
+            timeout_s=self._timeout_s if timeout_s is None else min(timeout_s, self._timeout_s),
         )
         with self._lock:
             for rank, answer in answers.items():

@@ -27,7 +27,9 @@ from lmcache_ray.tiers.spec import Tier
 from lmcache_ray.tiers.tiered_index import TieredIndex
 
 _MOST_ROUNDS: Final = 4
+_MOST_PREFETCHES: Final = 16  # begun or waiting; more would come too late to be of use
 _NUM_PREFETCHES: Final = 2
+_REPAIR_S: Final = 1.0  # what is not deleted by then is deleted with the next that is
 _POLL_S: Final = 0.02
 _READERS_S: Final = 0.5  # how long to wait for readers to make room
 
@@ -104,7 +106,7 @@ class Promoter:
     def _begin_prefetch(self, keys: Sequence[bytes], client: str) -> None:
         lease_id = f"prefetch/{client}/{keys[-1].hex()}"
         with self._lock:
-            if lease_id in self._coming or self._is_closed:
+            if lease_id in self._coming or len(self._coming) >= _MOST_PREFETCHES or self._is_closed:
                 return
             self._coming.add(lease_id)
             self._prefetching.submit(self._prefetch, keys, lease_id, client)
@@ -243,7 +245,7 @@ class Promoter:
             for at in promotion.disk:
                 self._disk.traffic.note_read(worst[at])
             if lost:
-                self._disk.delete(lost)
+                self._disk.delete(lost, timeout_s=_REPAIR_S)
         if self._remote is not None and promotion.remote:
             self._remote.note_loaded({promotion.remote[at]: worst[at] for at in promotion.remote})
         return Promoted(sum(is_up[at] for at in promotion.disk), sum(is_up[at] for at in promotion.remote))

@@ -11,7 +11,7 @@ from typing import Final, Generic, TypeVar
 
 from lmcache_ray.index.plans import ChunkRef, Deferred, StorePlan
 from lmcache_ray.tiers.spec import Tier
-from lmcache_ray.tiers.tiered_index import TieredIndex
+from lmcache_ray.tiers.tiered_index import EVERYWHERE, TieredIndex
 
 TIERS_CLIENT: Final = "tiers"
 """The client name under which chunks are moved between tiers."""
@@ -69,11 +69,12 @@ def plan_promotion(
     def store(all_of_it: bool) -> StorePlan | Deferred:
         return index.memory.try_store(run, client=TIERS_CLIENT, now=now, whole=whole or all_of_it, copy_up=True)
 
-    plan = index.with_room(store, waits_for=())
+    plan = index.with_room(store, waits_for=EVERYWHERE if whole else ())
     if isinstance(plan, Deferred):
         index.release(lease_id)
         return plan
-    on_disk = {} if index.disk is None else {ref.key: ref for ref in map(index.disk.table.ready_ref, run) if ref}
+    readable = None if index.is_disk_away else index.disk
+    on_disk = {} if readable is None else {ref.key: ref for ref in map(readable.table.ready_ref, run) if ref}
     disk = {at: on_disk[ref.key] for at, ref in enumerate(plan.refs) if ref.key in on_disk}
     remote = {at: found[ref.key] for at, ref in enumerate(plan.refs) if at not in disk}
     promotion = Promotion(plan.plan_id, run, plan.refs, disk, remote, lease_id, client)

@@ -45,6 +45,7 @@ class TieredIndex:
         below = TiersBelow(HeldBack(self.backlogs.values()), self.is_on_disk) if backlogs else None
         self.memory: Final = make_memory(below)
         self.disk: CacheIndex | None = None
+        self.is_disk_away = False  # what is on it are misses meanwhile
         self.coming_up: Final[dict[int, Tier]] = {}
         """Generations of memory slots that are being filled from below, and where from."""
         self.awaiting: Final[dict[str, tuple[Sequence[bytes], str]]] = {}
@@ -60,8 +61,8 @@ class TieredIndex:
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def is_on_disk(self, key: bytes) -> bool:
-        """Whether every holder has `key` on its disk."""
-        return self.disk is not None and self.disk.table.ready_ref(key) is not None
+        """Whether every holder has `key` on its disk, and the disk can be read."""
+        return self.disk is not None and not self.is_disk_away and self.disk.table.ready_ref(key) is not None
 
     def run(self, keys: Sequence[bytes], tiers: Collection[Tier] = EVERYWHERE) -> list[Tier]:
         """The fastest of `tiers` that has each of the leading keys, up to the first that none has.

@@ -178,7 +178,7 @@ def test_a_rank_that_cannot_be_asked_for_chunks_makes_misses_and_leaves_the_file
     world.forget_memory()
     world.ranks.deaf.add(1)
     assert (world.promote(1, 2), world.load(1, 2)) == (0, 0)
-    assert world.where(1, 2) == "dd" and world.disk.traffic.read == 0
+    assert (world.where(1, 2), world.disk.traffic.read) == ("", 0), "nobody waits for that disk twice"
     assert "rank 1 did not answer" in world.tiers.problems()[0]
     world.ranks.deaf.clear()
     with world.service.at_now() as (index, _):
@@ -186,6 +186,8 @@ def test_a_rank_that_cannot_be_asked_for_chunks_makes_misses_and_leaves_the_file
     world.now += CALL_S
     with world.service.at_now() as (index, _):
         assert index.memory.settle(1, index.memory.unsettled(1)) == 2
+    world.disk.resume()
+    assert (world.where(1, 2), world.tiers.problems()) == ("dd", []), "it has proved itself"
     assert (world.promote(1, 2), world.load(1, 2)) == (2, 2)
     world.check()
 
