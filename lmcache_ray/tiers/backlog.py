@@ -5,16 +5,24 @@ While a chunk waits its slot is not evicted, and the index asks for that slot by
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import Final
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Final, TypeVar
 
-from lmcache_ray.index.plans import ChunkRef
+from lmcache_ray.index.plans import ChunkRef, Deferred
+from lmcache_ray.tiers.spec import Tier
+
+Planned = TypeVar("Planned")
 
 
 class Backlog:
-    """The chunks that wait for one tier, and those on their way to it. What is let go is counted in `num_dropped`."""
+    """The chunks that wait for one tier, and those on their way to it. What is let go is counted in `num_dropped`.
+
+    A chunk that was let go, or could not be copied, is remembered as long as its slot has it: used again, it is to be
+    sent again (`take_missed`). So an outage of the tier costs it nothing that is still of use.
+    """
 
     def __init__(self) -> None:
+        self._missed: dict[int, int] = {}
         self._groups: deque[Sequence[ChunkRef]] = deque()
         self._generation_of: dict[int, int] = {}
         self.num_dropped = 0
@@ -48,15 +56,38 @@ class Backlog:
         """These have been copied, will not be, or are not in memory any more."""
         self._forget(refs)
 
+    def miss(self, refs: Iterable[ChunkRef]) -> None:
+        """These have not been copied and do not wait any more; see `take_missed`."""
+        missed = list(refs)
+        self._forget(missed)
+        self._missed.update((ref.slot, ref.generation) for ref in missed)
+
+    def take_missed(self, refs: Iterable[ChunkRef]) -> list[ChunkRef]:
+        """Those of `refs` that were missed; they are not any more."""
+        if not self._missed:
+            return []
+        missed = [ref for ref in refs if self._missed.get(ref.slot) == ref.generation]
+        for ref in missed:
+            del self._missed[ref.slot]
+        return missed
+
     def drop_oldest(self) -> bool:
-        """Let go of the group that has waited longest; False if none waits that nobody has taken."""
+        """Let go of half of the group that has waited longest, its tail; its head then waits behind all others.
+
+        False if none waits that nobody has taken.
+        """
         group = self.take()
-        self.num_dropped += self._forget(group)
+        head = group[: len(group) // 2]
+        self.num_dropped += len(group) - len(head)
+        self.miss(group[len(head) :])
+        if head:
+            self._groups.append(head)
         return bool(group)
 
     def drop_all(self) -> int:
         """Let go of all that wait or are on their way; how many these were."""
         number = len(self._generation_of)
+        self._missed.update(self._generation_of)
         self._groups.clear()
         self._generation_of.clear()
         self.num_dropped += number
@@ -84,3 +115,25 @@ class HeldBack:
     def __len__(self) -> int:
         """So many slots at least: one may be in several backlogs."""
         return max(map(len, self._backlogs), default=0)
+
+
+def with_room(
+    plan: Callable[[bool], Planned | Deferred],
+    backlogs: Mapping[Tier, Backlog],
+    *,
+    waits_for: Collection[Tier],
+    let_go: Callable[[], None],
+) -> Planned | Deferred:
+    """``plan(whole)``, first with `whole`: what wants to go down to the remote store is let go if it is in the way.
+
+    While chunks wait for one of the tiers in `waits_for` the answer is Deferred.NOT_WHOLE instead. ``let_go()`` is
+    called after some were.
+    """
+    while any(map(len, backlogs.values())):
+        planned = plan(True)
+        if planned is not Deferred.NOT_WHOLE or any(len(backlogs[tier]) for tier in waits_for if tier in backlogs):
+            return planned
+        if Tier.REMOTE not in backlogs or not backlogs[Tier.REMOTE].drop_oldest():
+            break
+        let_go()
+    return plan(False)

@@ -200,8 +200,8 @@ class DiskTier:
     def check(self, *, repair: bool, timeout_s: float) -> list[str]:
         """Compare index and files in both directions, reading every file; what was found, a sentence each.
 
-        With `repair`, files of no use are deleted, and chunks without a sound file on every rank are forgotten.
-        Meaningful while nothing is stored. Raises nothing: a rank that does not answer is a finding.
+        With `repair`, files of no use are deleted, and chunks without a sound file on every rank are forgotten; those
+        that are in memory are written anew when they are used. Meaningful while nothing is stored. Raises nothing: a rank that does not answer is a finding.
         """
         with self._service.at_now() as (index, _):
             refs = [] if index.disk is None else [ref for ref, _ in index.disk.entries()]
@@ -215,6 +215,8 @@ class DiskTier:
                 assert index.disk is not None  # something was expected
                 gone = [ref for ref in refs if (ref.key, ref.generation) in lost]
                 forgotten = index.disk.evict(gone, even_leased=True)
+                in_memory = [index.memory.table.ready_ref(ref.key) for ref in forgotten]
+                index.backlogs[Tier.DISK].miss(ref for ref in in_memory if ref is not None)
             self.delete(forgotten)
         return problems + findings
 

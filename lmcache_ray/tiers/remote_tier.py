@@ -130,20 +130,21 @@ class RemoteTier:
             self._under_way = {ref.key for ref in waiting}
         if not waiting:
             return False
-        num_put = num_new = 0
+        missed, num_put = set(waiting), 0
         try:
             is_there = self._chunks.has([ref.key for ref in waiting])
-            refs = [ref for ref, there in zip(waiting, is_there, strict=True) if not there]
-            num_new = len(refs)
-            num_put = self._commit(self._put(refs))
+            missed.difference_update(ref for ref, there in zip(waiting, is_there, strict=True) if there)
+            put = self._commit(self._put([ref for ref in waiting if ref in missed]))
+            missed.difference_update(put)
+            num_put = len(put)
         except StorageError as error:
             self.suspend(str(error))
         finally:
             with self._service.at_now() as (index, _):
-                complete_remote_writes(index, waiting)
+                complete_remote_writes(index, waiting, missed=missed)
                 self._traffic.dropped = backlog.num_dropped
         self._traffic.written += num_put
-        self._traffic.failed += num_new - num_put
+        self._traffic.failed += len(missed)
         self._service.tell_moved()
         return True
 
@@ -217,13 +218,13 @@ class RemoteTier:
         """Give the connections up."""
         self._chunks.close()
 
-    def _commit(self, refs: Sequence[ChunkRef]) -> int:
-        """Make those of `refs` count that have not been cleared since they were planned; how many."""
+    def _commit(self, refs: Sequence[ChunkRef]) -> Sequence[ChunkRef]:
+        """Make those of `refs` count that have not been cleared since they were planned; which."""
         with self._committing:
             with self._service.at_now() as (index, _):
                 current = [ref for ref in refs if ref.key in self._under_way and index.memory.table.is_ready(ref)]
             self._chunks.commit([(ref.key, ref.generation) for ref in current])
-        return len(current)
+        return current
 
     def _make_room(self, nbytes: int, *, unseen_nbytes: int) -> bool:
         """Keep the limit of our own, if there is one; False if so much can never fit.

@@ -10,18 +10,17 @@ What moves between tiers is planned in `write_behind.py` and `promotion.py`, on 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Final, TypeVar
+from typing import Final
 
 from lmcache_ray.errors import CapacityError, IntegrityError
 from lmcache_ray.index.cache_index import CacheIndex
 from lmcache_ray.index.plans import ChunkRef, ClearPlan, Deferred, Expired, LoadPlan, StorePlan
 from lmcache_ray.index.slot_table import SlotState
 from lmcache_ray.index.store_planning import TiersBelow
-from lmcache_ray.tiers.backlog import Backlog, HeldBack
+from lmcache_ray.tiers.backlog import Backlog, HeldBack, Planned, with_room
 from lmcache_ray.tiers.spec import Tier
 
 EVERYWHERE: Final = frozenset(Tier)
-Planned = TypeVar("Planned")
 _PINS_CLIENT: Final = "pins"  # no process: a pin outlives whoever asked for it
 
 
@@ -122,6 +121,7 @@ class TieredIndex:
         What stands before `start` need only be cached, in whichever tier.
         """
         self.awaiting.pop(lease_id, None)
+        self._send_missed(keys)
         self._touch_disk(keys)
         skip = start if self.disk is not None and len(self.run(keys[:start])) == start else 0
         plan = self.memory.prepare_load(keys[skip:], lease_id=lease_id, client=client, now=now, start=start - skip)
@@ -174,6 +174,7 @@ class TieredIndex:
         def store(whole: bool) -> StorePlan | Deferred:
             return self.memory.try_store(keys, client=client, now=now, start=start, rank=rank, whole=whole)
 
+        self._send_missed(keys)
         if patient and has_begun and self.disk is not None and Tier.DISK not in self.suspended:
             plan = store(True)
         else:
@@ -188,6 +189,7 @@ class TieredIndex:
     ) -> tuple[LoadPlan, StorePlan] | Deferred:
         """As `CacheIndex.prepare_request`, of what is in memory; with `patient` it waits for every tier below."""
         self.awaiting.pop(lease_id, None)
+        self._send_missed(keys)
 
         def plan(whole: bool) -> tuple[LoadPlan, StorePlan] | Deferred:
             return self.memory.prepare_request(
@@ -198,24 +200,11 @@ class TieredIndex:
         if isinstance(planned, Deferred) or self.disk is None:
             return planned
         self._touch_disk(keys)
-        load, store = planned
-        return load, replace(store, num_ready=len(self.run(keys)))
+        return planned[0], replace(planned[1], num_ready=len(self.run(keys)))
 
-    def with_room(
-        self, plan: Callable[[bool], Planned | Deferred], *, waits_for: Collection[Tier]
-    ) -> Planned | Deferred:
-        """``plan(whole)``, first with `whole`: what wants to go down to the remote store is let go if it is in the way.
-
-        While chunks wait for one of the tiers in `waits_for` the answer is Deferred.NOT_WHOLE instead.
-        """
-        while any(map(len, self.backlogs.values())):
-            planned = plan(True)
-            if planned is not Deferred.NOT_WHOLE or self.num_behind(waits_for):
-                return planned
-            if Tier.REMOTE not in self.backlogs or not self.backlogs[Tier.REMOTE].drop_oldest():
-                break
-            self.trim()
-        return plan(False)
+    def with_room(self, plan: Callable[[bool], Planned | Deferred], waits_for: Collection[Tier]) -> Planned | Deferred:
+        """See `backlog.with_room`."""
+        return with_room(plan, self.backlogs, waits_for=waits_for, let_go=self.trim)
 
     def num_behind(self, tiers: Collection[Tier] = EVERYWHERE) -> int:
         """Chunks that wait for these tiers, or are on their way to them."""
@@ -227,20 +216,28 @@ class TieredIndex:
         """As `CacheIndex.complete_store`; what becomes READY is to go down."""
         known = self.memory.complete_store(plan_id, ranks, done=done, failed=failed)
         ready = self.memory.table.take_newly_ready()
-        for tier, backlog in self.backlogs.items():
-            group = [ref for ref in ready if self._is_new_to(tier, ref)]
-            if group:
-                backlog.add(group)
+        for tier in self.backlogs:
+            self._send_down(tier, [ref for ref in ready if self._is_new_to(tier, ref)])
         self.trim()
         return known
+
+    def _send_down(self, tier: Tier, group: Sequence[ChunkRef]) -> None:
+        if tier in self.suspended or (tier is Tier.DISK and self.disk is None):
+            self.backlogs[tier].miss(group)
+        elif group:
+            self.backlogs[tier].add(group)
+
+    def _send_missed(self, keys: Sequence[bytes]) -> None:
+        """These are used: those of them that a tier has missed go down after all."""
+        for tier in self.backlogs.keys() - self.suspended:
+            missed = self.backlogs[tier].take_missed(self.memory.table.refs(self.memory.table.ready_among(keys)))
+            self._send_down(tier, [ref for ref in missed if self._is_new_to(tier, ref)])
 
     def _is_new_to(self, tier: Tier, ref: ChunkRef) -> bool:
         """What came from a remote store goes to the disk too, but nothing goes back where it came from, or is."""
         source = self.coming_up.get(ref.generation)
-        if tier in self.suspended:
-            return False
         if tier is Tier.DISK:
-            return self.disk is not None and source is not Tier.DISK and not self.is_on_disk(ref.key)
+            return source is not Tier.DISK and not self.is_on_disk(ref.key)
         return source is None
 
     def trim(self) -> None:
@@ -275,9 +272,11 @@ class TieredIndex:
         return plan
 
     def withhold(self, tier: Tier, keys: Iterable[bytes] | None) -> None:
-        """What waits in memory to be copied to `tier` does so no more: these keys, or all with None."""
+        """What waits in memory for `tier`, or was missed by it, does not go there: these keys, or all with None."""
         table = self.memory.table
-        self.backlogs[tier].done(table.refs(table.ready_among(table.slot_of if keys is None else keys)))
+        refs = table.refs(table.ready_among(table.slot_of if keys is None else keys))
+        self.backlogs[tier].done(refs)
+        self.backlogs[tier].take_missed(refs)
         self.trim()
 
     # -- the whole ----------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ Each tier below takes its chunks from its own backlog, group by group. The disk'
 which names its files, and says what to delete first; a remote store is asked by its writer what it has already.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lmcache_ray.index.plans import ChunkRef, StorePlan
@@ -40,7 +40,9 @@ def next_disk_writes(index: TieredIndex, *, most: int, now: float) -> DiskWrites
         chosen = [in_memory[ref.key] for ref in plan.refs]
         wanted = set(in_memory.values())
         backlog.done(wanted.symmetric_difference(group))
-        backlog.done(wanted.difference(chosen))
+        not_chosen = wanted.difference(chosen)
+        backlog.done(not_chosen)
+        backlog.miss(ref for ref in not_chosen if not index.is_on_disk(ref.key))
         backlog.num_dropped += plan.num_refused
         if chosen:
             sources += chosen
@@ -72,8 +74,11 @@ def complete_disk_writes(
             disk.complete_store(plan.plan_id, [rank], done=done, failed=failed)
         begin = end
     index.backlogs[Tier.DISK].done(writes.sources)
+    source_of = dict(zip(writes.targets, writes.sources, strict=True))
+    unwritten = {target: source for target, source in source_of.items() if not disk.table.is_ready(target)}
+    index.backlogs[Tier.DISK].miss(unwritten.values())
     index.trim()
-    return tuple(ref for ref in writes.targets if not disk.table.is_ready(ref))
+    return tuple(unwritten)
 
 
 def next_remote_writes(index: TieredIndex, *, most: int) -> tuple[ChunkRef, ...]:
@@ -87,7 +92,10 @@ def next_remote_writes(index: TieredIndex, *, most: int) -> tuple[ChunkRef, ...]
     return tuple(refs)
 
 
-def complete_remote_writes(index: TieredIndex, refs: Sequence[ChunkRef]) -> None:
-    """These are in the remote store, or will not be."""
+def complete_remote_writes(
+    index: TieredIndex, refs: Sequence[ChunkRef], *, missed: Iterable[ChunkRef] = ()
+) -> None:
+    """These are in the remote store, but for those that it has `missed`."""
     index.backlogs[Tier.REMOTE].done(refs)
+    index.backlogs[Tier.REMOTE].miss(missed)
     index.trim()

@@ -24,7 +24,8 @@ def test_nothing_measured_is_none_not_zero() -> None:
 
 
 def test_the_report_is_json_with_the_promised_keys() -> None:
-    report = ReplayReport(2, 10, 4, 0.4, {"cpu": 4}, 2, 1, False, "lru", 0, 64, [80, 80], 0, 0, 1.5, Latencies().in_ms())
+    of_tiers = {"cpu": 4, "disk": 0, "remote": 0}
+    report = ReplayReport(2, 10, 4, 0.4, of_tiers, 2, 1, False, "lru", 0, 64, [80, 80], 0, 0, 1.5, Latencies().in_ms())
     as_json = json.loads(json.dumps(report.to_json()))
     assert set(as_json) == {field.name for field in fields(ReplayReport)}
     assert list(as_json)[:4] == ["requests", "lookup_blocks", "hit_blocks", "hit_rate"]

@@ -56,13 +56,15 @@ def test_another_use_of_a_slot_is_another_chunk() -> None:
     assert [names(backlog.take()) for _ in range(2)] == ["b", ""], "the first group is of the slot's earlier use"
 
 
-def test_what_has_waited_longest_can_be_let_go_and_what_is_on_its_way_cannot() -> None:
+def test_tails_are_let_go_first_and_what_is_on_its_way_is_not() -> None:
     backlog = Backlog()
     for text, slot in (("ab", 0), ("cd", 2), ("e", 4)):
         backlog.add(group(text, slot))
     taken = backlog.take()
     assert backlog.drop_oldest() is True
-    assert (held(backlog), backlog.num_dropped) == ([0, 1, 4], 2)
+    assert (held(backlog), backlog.num_dropped) == ([0, 1, 2, 4], 1)
+    assert backlog.drop_oldest() is True
+    assert (held(backlog), backlog.num_dropped) == ([0, 1, 2], 2), "the head waits behind what came later"
     assert [backlog.drop_oldest(), backlog.drop_oldest()] == [True, False]
     assert (held(backlog), backlog.num_dropped, backlog.is_waiting) == ([0, 1], 3, False)
     backlog.done(taken)
@@ -99,3 +101,13 @@ def test_one_view_of_several_backlogs_follows_them() -> None:
     first.drop_all()
     assert [slot in view for slot in range(4)] == [False, True, True, False]
     assert 0 not in HeldBack([]) and len(HeldBack([])) == 0
+
+
+def test_what_was_let_go_is_remembered_as_long_as_its_slot_has_it_and_taken_once() -> None:
+    backlog = Backlog()
+    backlog.add(group("ab"))
+    backlog.drop_all()
+    assert backlog.take_missed(group("ab", generation=2)) == [], "another chunk is in that slot"
+    assert names(backlog.take_missed(group("bc", 1))) == "b"
+    assert names(backlog.take_missed(group("ab"))) == "a"
+    assert backlog.take_missed(group("ab")) == []

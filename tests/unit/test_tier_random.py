@@ -103,8 +103,8 @@ class Simulation:
     def store(self) -> None:
         keys, patient = self.random_keys(), self.rng.random() < 0.5
         client = self.rng.choice(CLIENTS)
-        waits = self.tiers.num_behind({Tier.DISK}) > 0
         plan = self.tiers.prepare_store(keys, client=client, now=self.now, start=0, rank=None, patient=patient)
+        waits = self.tiers.num_behind({Tier.DISK}) > 0
         if isinstance(plan, Deferred):
             assert patient and waits and plan is Deferred.NOT_WHOLE
             return

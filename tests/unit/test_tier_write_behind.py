@@ -75,8 +75,9 @@ def test_a_silent_rank_has_written_nothing() -> None:
     assert complete_disk_writes(tiers, writes, {0: [True, True]}) == writes.targets
     assert (on_disk(tiers), waiting(tiers)) == ("", "")
     assert tiers.disk is not None and tiers.disk.counts().free == 4, "the room is not lost"
-    store(tiers, "ab")
-    assert next_disk_writes(tiers, most=MUCH, now=0.0) is None, "they are in memory, and are not new there"
+    store(tiers, "b")
+    writes = next_writes(tiers)
+    assert names(writes.sources) == "b", "it is used again, and the disk has missed it"
 
 
 def test_a_rank_that_could_do_nothing_answers_nothing_about_any_chunk() -> None:

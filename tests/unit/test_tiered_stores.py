@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import pytest
+
 from lmcache_ray.index.plans import Deferred, StorePlan
 from lmcache_ray.index.window import PlannedRequest, plan_window
 from lmcache_ray.tiers.spec import Tier
@@ -141,17 +143,47 @@ def test_every_tier_below_gets_what_is_stored() -> None:
     assert waiting(tiers) == "abcd"
 
 
-def test_a_store_does_not_wait_for_the_remote_store_but_lets_go_of_what_has_waited_longest() -> None:
+def test_a_store_does_not_wait_for_the_remote_store_but_lets_go_of_tails() -> None:
     tiers = make_tiers(4, has_remote=True)
     store(tiers, "ab")
     store(tiers, "cd")
     plan = tiers.prepare_store(keys_of("xy"), client="c", now=0.0, start=0, rank=None, patient=True)
-    assert isinstance(plan, StorePlan) and names(plan.evicted) == "ba"
-    assert (waiting(tiers, Tier.REMOTE), tiers.backlogs[Tier.REMOTE].num_dropped) == ("cd", 2)
-    on_its_way = tiers.backlogs[Tier.REMOTE].take()
+    assert isinstance(plan, StorePlan) and names(plan.evicted) == "bd"
+    assert (sorted(waiting(tiers, Tier.REMOTE)), tiers.backlogs[Tier.REMOTE].num_dropped) == (["a", "c"], 2)
+    on_its_way = [*tiers.backlogs[Tier.REMOTE].take(), *tiers.backlogs[Tier.REMOTE].take()]
     plan = tiers.prepare_store(keys_of("pq"), client="c", now=0.0, start=0, rank=None, patient=True)
     assert isinstance(plan, StorePlan) and plan.num_refused == 2, "what is being copied is not let go"
-    assert (names(on_its_way), waiting(tiers, Tier.REMOTE)) == ("cd", "cd")
+    assert (names(on_its_way), sorted(waiting(tiers, Tier.REMOTE))) == ("ac", ["a", "c"])
+
+
+@pytest.mark.parametrize("tier", [Tier.DISK, Tier.REMOTE])
+def test_what_a_tier_has_missed_goes_down_when_it_is_used_again(tier: Tier) -> None:
+    """A prompt that every request begins with stays in memory for days: one outage must not keep it from a tier."""
+    tiers = make_tiers(4, 8, has_remote=True)
+    tiers.suspended.add(tier)
+    store(tiers, "ab")
+    assert waiting(tiers, tier) == ""
+    store(tiers, "ab")
+    assert waiting(tiers, tier) == "", "it is still out of order"
+    tiers.suspended.discard(tier)
+    assert waiting(tiers, tier) == "", "whatever is never used again need not go"
+    store(tiers, "a")
+    assert waiting(tiers, tier) == "a"
+    tiers.prepare_load(keys_of("ab"), lease_id="l", client="c", now=0.0)
+    assert waiting(tiers, tier) == "ab"
+    tiers.prepare_load(keys_of("ab"), lease_id="l", client="c", now=0.0)
+    assert tiers.num_behind({tier}) == 2, "once is enough"
+    tiers.check_integrity()
+
+
+def test_what_was_cleared_in_a_tier_does_not_go_there_although_it_was_missed() -> None:
+    tiers = make_tiers(4, 8)
+    tiers.suspended.add(Tier.DISK)
+    store(tiers, "ab")
+    tiers.suspended.clear()
+    tiers.clear_disk(keys_of("a"))
+    store(tiers, "ab")
+    assert waiting(tiers) == "b"
 
 
 def test_nothing_is_let_go_for_a_store_that_finds_room() -> None:
