@@ -201,7 +201,8 @@ class DiskTier:
         """Compare index and files in both directions, reading every file; what was found, a sentence each.
 
         With `repair`, files of no use are deleted, and chunks without a sound file on every rank are forgotten; those
-        that are in memory are written anew when they are used. Meaningful while nothing is stored. Raises nothing: a rank that does not answer is a finding.
+        that are in memory are written anew when they are used. Meaningful while nothing is stored. Raises nothing: a
+        rank that does not answer is a finding.
         """
         with self._service.at_now() as (index, _):
             refs = [] if index.disk is None else [ref for ref, _ in index.disk.entries()]
