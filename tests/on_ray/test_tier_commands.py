@@ -14,7 +14,7 @@ import pytest
 
 from cluster.__main__ import main
 from cluster.client import CacheCluster
-from tests.on_ray.checked_calls import flush, got, prompt, put, retrieved
+from tests.on_ray.checked_calls import flush, got, prompt, put, retrieved, wait_until
 from tests.on_ray.conftest import NAMESPACE
 from tests.on_ray.random_driver import C
 
@@ -40,7 +40,8 @@ class Commands:
 
     def json(self, *words: str, status: int = 0) -> dict[str, Any]:
         """The object that is printed last, of a command that ends with this status."""
-        assert self.run(*words, "--json") == status
+        ended_with = self.run(*words, "--json")
+        assert ended_with == status, self.output
         found: dict[str, Any] = json.loads(self.output.splitlines()[-1])
         return found
 
@@ -77,6 +78,7 @@ def cluster(up: None) -> Iterator[CacheCluster]:
             assert put(connected, prompt(number)) == WHOLE
             flush(connected)
         connected.clear(locations=["cpu", "remote"])
+        wait_until(connected.is_healthy, "both ranks answer, on a machine however busy")
         yield connected
 
 
@@ -190,7 +192,7 @@ def test_a_url_that_a_running_ray_cannot_use_is_one_sentence(
     ray_nodes: list[str], arena_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`up` leaves the judgement to the nodes: what is missing here may be there."""
-    line = ["up", "--name", "refused", "--namespace", NAMESPACE, "--arena-dir", str(arena_dir)]
+    line = ["up", "--name", "refused", "--namespace", NAMESPACE, "--arena-dir", str(arena_dir), "--world-size", "1"]
     assert main([*line, "--remote-url", "nothing://me:se-cret@host"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("error: remote_url 'nothing://***@host': no backend has the scheme 'nothing'")
