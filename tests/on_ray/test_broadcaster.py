@@ -17,6 +17,7 @@ from lmcache_ray.broadcast.exchange import Exchange
 from lmcache_ray.dtypes import KVDtype
 from lmcache_ray.errors import BroadcastError
 from lmcache_ray.layout import Placement, ShardSpec, uniform_world
+from lmcache_ray.tiers.spec import TierSpec
 from tests.contract.broadcaster_suite import MakeWorld, ManyRankSuite, TagSuite
 
 MAX_RANKS = 4
@@ -49,6 +50,9 @@ def tiny_world() -> WorldSpec:
         lookup_timeout_s=30.0,
         call_timeout_s=30.0,
         restart_window_s=30.0,
+        tiers=TierSpec(),
+        life="one",
+        lossy_serde=None,
     )
 
 
