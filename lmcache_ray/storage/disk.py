@@ -167,13 +167,14 @@ class RankDisk:
             raise StorageError(f"cannot delete {len(failures)} files, the first: {failures[0]}") from failures[0]
 
     def probe(self) -> None:
-        """Write and remove a small file, and see that there is room for a chunk. A removed directory is no problem.
+        """Write and remove a small file, and see that there is room for a chunk. A removed directory is made anew.
 
         :raises StorageError: a chunk could not be written now; the message says why.
         """
         self._check_open()
         path = str(self.directory / PROBE_NAME)
-        with storage_errors(f"cannot write in disk directory {self.directory}"), suppress(FileNotFoundError):
+        with storage_errors(f"cannot write in disk directory {self.directory}"):
+            self._tree.hold_again()
             remove_quietly(path)
             write_new(path, (bytes(BLOCK_NBYTES),))
             os.unlink(path)

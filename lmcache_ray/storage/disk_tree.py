@@ -116,12 +116,20 @@ class DiskTree:
             self._being_written.add(new.temporary)
             return new
 
-    def make_directory(self, new: NewFile) -> None:
-        """Make the directory that the file needs: its first one, or all if somebody removed them."""
+    def hold_again(self) -> None:
+        """Make the directory anew, and hold it, if somebody removed it.
+
+        :raises DirectoryTakenError: another cluster came first in that.
+        """
         with self._lock:
             if self._hold.take():  # not the directory that was counted
                 scan = scan_tree(str(self._hold.directory))
                 self._recount(scan, scan.files)
+
+    def make_directory(self, new: NewFile) -> None:
+        """Make the directory that the file needs: its first one, or all if somebody removed them."""
+        self.hold_again()
+        with self._lock:
             os.makedirs(self._prefix + new.leaf, exist_ok=True)
             for name in (new.leaf[0], new.leaf):
                 self._ledger.record_directory(name, directory_nbytes(self._prefix + name))

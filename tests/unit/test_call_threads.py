@@ -101,8 +101,9 @@ def test_a_stuck_thread_does_not_keep_the_process_from_ending() -> None:
 
 
 def test_a_call_that_was_only_begun_ends_by_itself_or_is_cancelled_by_close() -> None:
-    threads, held = CallThreads(max_threads=1, name="store"), threading.Event()
-    first, second = threads.begin(held.wait), threads.begin(lambda: "never")
+    threads, held, begun = CallThreads(max_threads=1, name="store"), threading.Event(), threading.Event()
+    first, second = threads.begin(lambda: begun.set() or held.wait()), threads.begin(lambda: "never")
+    assert begun.wait(LONG_S)
     threads.close()
     assert second.cancelled() and not first.done()
     held.set()

@@ -260,7 +260,7 @@ def test_a_retrieve_ends_in_time_with_what_came_by_then(tmp_path: Path, users_ur
         hang = threading.Event()
         store.calls.clear()
         store.mishap = lambda call: _wait(hang) if call == "get" and store.num_calls("get") > num_quick else None
-        assert world.retrieved(long) == num_quick * C
+        assert world.retrieved(long) in (num_quick * C, (num_quick - 1) * C), "two threads ask at a time"
         world.check_idle()
         hang.set()
         assert world.retrieved(long) == 8 * C
