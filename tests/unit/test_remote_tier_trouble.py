@@ -166,7 +166,7 @@ def test_a_store_that_freezes_in_the_middle_of_a_load(tmp_path: Path, users_url:
         store.calls.clear()
 
         def freeze(call: str) -> None:
-            if call == "get" and store.num_calls("get") > 2 * num_shards:
+            if call == "get" and store.num_calls("get") > 6 * num_shards:
                 store.gate.clear()
                 store.gate.wait()
 
