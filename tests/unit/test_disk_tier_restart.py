@@ -191,6 +191,7 @@ def test_the_device_never_has_more_than_the_limit_at_any_instant(tmp_path: Path,
 def test_foreign_files_are_left_alone_and_do_not_count(tmp_path: Path) -> None:
     with disk_world(tmp_path, "2 ranks") as disk:
         fill(disk)
+        disk.flush()
         leaf = disk.files(PROMPTS[0], 0)[0].parent
     names = [leaf / "notes.txt", leaf / "x.kv.tmp", leaf.parent / "z.kv", leaf.parents[1] / "README"]
     foreign = [*names, disk.root / "mine"]
