@@ -1,0 +1,28 @@
+"""What one rank's arena holds, as the rank tells it to a coordinator that has to rebuild, or to take the rank back. Pure."""
+
+from dataclasses import dataclass
+
+from lmcache_ray.index.plans import ChunkRef
+
+
+@dataclass(frozen=True, slots=True)
+class ViewedSlots:
+    """Slots (slot, generation) that views of a living client process show under one lease; they must not change."""
+
+    client_id: str
+    lease_id: str
+    slots: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaReport:
+    """The arena at the moment of its fence: from then on no write below the fence's generation begins or commits.
+
+    `committed` chunks are whole. `unfinished` slots (slot, generation) are not free to be used again until they are
+    settled: a client process, or a stuck thread of the rank, may still be writing bytes there. `viewed` may name slots
+    that are in neither.
+    """
+
+    committed: tuple[ChunkRef, ...] = ()
+    unfinished: tuple[tuple[int, int], ...] = ()
+    viewed: tuple[ViewedSlots, ...] = ()
