@@ -4,6 +4,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from lmcache_ray.errors import UnknownClientError
+
 from .messages import ClientHello
 
 
@@ -37,7 +39,9 @@ class Clients:
             return list(self._known.values())
 
     @contextmanager
-    def while_known(self, client_id: str) -> Iterator[bool]:
-        """Whether the client is known; if so it is not forgotten within the block."""
+    def while_known(self, client_id: str) -> Iterator[None]:
+        """The client is not forgotten within the block. Raises `UnknownClientError` if it is not known."""
         with self._lock:
-            yield client_id in self._known
+            if client_id not in self._known:
+                raise UnknownClientError(f"client {client_id!r} is not registered with this coordinator")
+            yield

@@ -1,14 +1,17 @@
 """The coordinator as its callers see it: one typed method per call, each with a deadline."""
 
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
 from lmcache_ray.broadcast.tags import Tag, TakeResult
-from lmcache_ray.errors import DeadlineError
+from lmcache_ray.errors import CoordinatorUnavailableError, DeadlineError, UnknownClientError
 from lmcache_ray.tiers.counts import TierClearCounts
 from lmcache_ray.tiers.spec import Tier
 
+from .deadline import Deadline
+from .health import ClusterHealth
 from .introduction import Introduction
 from .messages import (
     ClientHello,
@@ -26,6 +29,7 @@ from .ray_calls import Actor, Ref, calling, wait_for
 from .world import ClusterStatus
 
 _ANSWER_S: Final = 1.0
+_PAUSE_S: Final = 0.1
 
 
 class CoordinatorClient:
@@ -33,12 +37,24 @@ class CoordinatorClient:
 
     Every method but `wait_for_room` raises `DeadlineError` after `timeout_s` (its own or the client's); each raises
     `ClusterError` if the coordinator cannot be reached, or what the call itself raised.
+
+    A call that the coordinator's death has caught is made again, within its time: each may be carried out twice, since
+    ids of plans, leases and broadcasts make the second one the same, and what a lost plan reserved is ended by time.
+    One that does not know this client has a successor's memory: ``introduce_again(client)`` registers it once more.
     """
 
-    def __init__(self, actor: Actor, client: str, *, timeout_s: float) -> None:
+    def __init__(
+        self,
+        actor: Actor,
+        client: str,
+        *,
+        timeout_s: float,
+        introduce_again: "Callable[[CoordinatorClient], None]" = lambda client: None,
+    ) -> None:
         self.actor = actor
         self._client = client
         self._timeout_s = timeout_s
+        self._introduce_again = introduce_again
 
     # -- membership -----------------------------------------------------------------------------------------------
 
@@ -58,6 +74,11 @@ class CoordinatorClient:
     def status(self) -> ClusterStatus:
         """How the cluster stands."""
         answer: ClusterStatus = self._ask("status")
+        return answer
+
+    def health(self) -> ClusterHealth:
+        """Whether it is whole."""
+        answer: ClusterHealth = self._ask("health")
         return answer
 
     def check_integrity(self) -> None:
@@ -211,6 +232,19 @@ class CoordinatorClient:
         self, method: str, *arguments: object, what: str | None = None, timeout_s: float | None = None
     ) -> Any:
         what = f"the coordinator ({what or method})"
-        with calling(what):
-            reference = getattr(self.actor, method).remote(*arguments)
-        return wait_for(reference, timeout_s=self._timeout_s if timeout_s is None else timeout_s, what=what)
+        deadline = Deadline(self._timeout_s if timeout_s is None else timeout_s)
+        is_known = True
+        while True:
+            with calling(what):
+                reference = getattr(self.actor, method).remote(*arguments)
+            try:
+                return wait_for(reference, timeout_s=deadline.remaining_s(), what=what)
+            except CoordinatorUnavailableError:
+                if deadline.remaining_s() <= _PAUSE_S:
+                    raise
+                time.sleep(_PAUSE_S)
+            except UnknownClientError:
+                if not is_known:
+                    raise
+                is_known = False
+                self._introduce_again(self)

@@ -17,7 +17,6 @@ from lmcache_ray.tiers.tier_service import TierService
 
 from .clients import Clients
 from .deadline import Deadline
-from .membership import Membership
 from .messages import (
     LoadItem,
     LookupItem,
@@ -49,16 +48,19 @@ class IndexCalls:
         *,
         service: IndexService,
         tiers: TierService,
-        membership: Membership,
+        can_serve: Callable[[], bool],
         plans: OpenPlans,
         clients: Clients,
+        clear: Callable[[Sequence[bytes] | None, Sequence[Tier]], TierClearCounts],
     ) -> None:
+        """While `can_serve` says no, everything is a miss. `clear` forgets chunks in tiers, on every rank."""
         self._world = world
         self._service = service
         self._tiers = tiers
-        self._membership = membership
+        self._can_serve = can_serve
         self._plans = plans
         self._clients = clients
+        self._clear = clear
         self.prompt: Final[Calls] = _by_name(
             self.lookup, self.prepare_loads, self.prepare_stores, self.prepare_window, self.complete, self.pin,
             self.unpin,
@@ -72,7 +74,7 @@ class IndexCalls:
 
     def lookup(self, client: str, items: Sequence[LookupItem], tiers: Sequence[Tier]) -> list[int]:
         """Leading chunks of each prompt that memory and disk, as far as they are among `tiers`, have."""
-        if not self._membership.can_serve():
+        if not self._can_serve():
             return [0] * len(items)
         return [
             self._service.lookup(unpack_keys(item.keys), client=client, lease_id=item.lease_id, tiers=tiers)
@@ -83,7 +85,7 @@ class IndexCalls:
         self, client: str, prompts: Sequence[bytes], num_cached: Sequence[int], wait_s: float
     ) -> list[int]:
         """The same with the remote store, behind the chunks that are known to be cached; they begin to come up."""
-        if not self._membership.can_serve():
+        if not self._can_serve():
             return list(num_cached)
         promoter, deadline = self._tiers.promoter, Deadline(wait_s)
         return [
@@ -93,13 +95,13 @@ class IndexCalls:
 
     def locate(self, keys: bytes, wait_s: float) -> list[Tier]:
         """The fastest tier that has each of the leading chunks."""
-        if not self._membership.can_serve():
+        if not self._can_serve():
             return []
         return self._tiers.promoter.locate(unpack_keys(keys), timeout_s=wait_s)
 
     def pin(self, keys: bytes) -> int:
         """Pin the leading cached chunks until `unpin`."""
-        return self._service.pin(unpack_keys(keys)) if self._membership.can_serve() else 0
+        return self._service.pin(unpack_keys(keys)) if self._can_serve() else 0
 
     def unpin(self, keys: bytes) -> bool:
         """End a pin."""
@@ -109,13 +111,13 @@ class IndexCalls:
 
     def prepare_loads(self, client: str, items: Sequence[LoadItem]) -> list[PlannedLoad]:
         """Pin what each prompt can load, and say where it lies; or that part of it has to come up first."""
-        if not self._membership.can_serve():
+        if not self._can_serve():
             return [item.missed() for item in items]
         return self._prepare_loads(client, items, may_wait=self._world.tiers.has_lower)
 
     def promote_loads(self, client: str, items: Sequence[LoadItem], wait_s: float) -> list[PlannedLoad]:
         """Bring up what the leading items can load, at least one's; the others must wait until these are loaded."""
-        if not self._membership.can_serve():
+        if not self._can_serve():
             return [item.missed() for item in items]
         promoted = self._tiers.promoter.promote(
             [unpack_keys(item.keys) for item in items],
@@ -139,8 +141,8 @@ class IndexCalls:
     def _prepare_loads(self, client: str, items: Sequence[LoadItem], *, may_wait: bool) -> list[PlannedLoad]:
         if not any(item.keep for item in items):
             return [self._prepare_load(client, item, may_wait=may_wait, may_keep=False) for item in items]
-        with self._clients.while_known(client) as is_known:  # a lease kept for nobody would never end
-            return [self._prepare_load(client, item, may_wait=may_wait, may_keep=is_known) for item in items]
+        with self._clients.while_known(client):  # a lease kept for nobody would never end
+            return [self._prepare_load(client, item, may_wait=may_wait, may_keep=True) for item in items]
 
     def _prepare_load(self, client: str, item: LoadItem, *, may_wait: bool, may_keep: bool) -> PlannedLoad:
         keys = unpack_keys(item.keys)
@@ -167,12 +169,12 @@ class IndexCalls:
         `direct`: the client process may write slots itself, so only its own word or its end settles them. `patient`:
         where chunks that wait for the disk leave no room, the answer is to wait, not to leave something out.
         """
-        if not self._membership.can_serve():
+        if not self._can_serve():
             return [_NO_STORE] * len(items)
         if not direct:
             return self._plan_stores(client, items, None, patient=patient)
-        with self._clients.while_known(client) as is_known:  # a writer that nobody knows could never be proven dead
-            return self._plan_stores(client, items, client, patient=patient) if is_known else [_NO_STORE] * len(items)
+        with self._clients.while_known(client):  # a writer that nobody knows could never be proven dead
+            return self._plan_stores(client, items, client, patient=patient)
 
     def _plan_stores(
         self, client: str, items: Sequence[StoreItem], writer: str | None, *, patient: bool
@@ -226,7 +228,7 @@ class IndexCalls:
         `promoted` stand for is in memory already, as far as it can be.
         """
         keys = [unpack_keys(prompt) for prompt in prompts]
-        if not self._membership.can_serve():
+        if not self._can_serve():
             return PlannedWindow([(PlannedLoad(0, _NO_REFS), _NO_STORE)] * len(prompts))
         is_up = frozenset(promoted)
 
@@ -251,7 +253,7 @@ class IndexCalls:
 
     def clear(self, keys: bytes | None, tiers: Sequence[Tier]) -> TierClearCounts:
         """Forget chunks (None: all) in `tiers` and have every holder drop them."""
-        return self._tiers.clear(None if keys is None else unpack_keys(keys), tiers)
+        return self._clear(None if keys is None else unpack_keys(keys), tiers)
 
     def check_tiers(self, repair: bool, wait_s: float) -> list[str]:
         """Compare the disk's index and files in both directions; what was found, a sentence each."""

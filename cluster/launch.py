@@ -17,15 +17,17 @@ from lmcache_ray.arena.capacity import arena_nbytes
 from lmcache_ray.errors import ClusterError, ClusterExistsError, DeadlineError, LMCacheRayError
 
 from .coordinator import Coordinator, concurrency_groups
+from .core import first_generation
 from .deadline import Deadline
 from .kv_source import KVSpec
+from .packed_calls import unpack
 from .probe import NodeNeeds, choose_env_vars, probe_nodes
+from .rank_port import Enlistment
 from .ray_calls import Actor, Ref
 from .topology import Topology
 from .worker import CONCURRENCY_GROUPS, RankWorker
 from .world import WorldSpec, cluster_prefix, coordinator_name, rank_name
 
-_FIRST_EPOCH = 1
 _STOP_TIMEOUT_S = 5.0
 _FLUSH_TIMEOUT_S = 30.0
 _POLL_S = 0.02
@@ -195,7 +197,8 @@ def _create(plan: LaunchPlan, env_vars: Mapping[str, str]) -> ClusterActors:
     common = {
         "namespace": world.namespace,
         "num_cpus": 0,
-        "max_restarts": 0,
+        "max_restarts": -1,
+        "max_task_retries": 0,
         "max_pending_calls": _MAX_PENDING_CALLS,
         "lifetime": "detached" if plan.detached else None,
         "runtime_env": {"env_vars": dict(env_vars)} if env_vars else None,
@@ -209,7 +212,7 @@ def _create(plan: LaunchPlan, env_vars: Mapping[str, str]) -> ClusterActors:
             **common,
             name=coordinator_name(world.name),
             scheduling_strategy=NodeAffinitySchedulingStrategy(plan.node_ids[0], soft=True),
-        ).remote(world, _FIRST_EPOCH)
+        ).remote(world)
     actors = ClusterActors(world, coordinator, [])
     try:
         for rank, node_id in enumerate(plan.node_ids):
@@ -217,7 +220,7 @@ def _create(plan: LaunchPlan, env_vars: Mapping[str, str]) -> ClusterActors:
                 **common,
                 "name": rank_name(world.name, rank),
                 "memory": needs[node_id].arena_nbytes.get(rank, 0) or None,
-                "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
+                "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=True),
             }
             with _claiming_names(world):
                 actors.workers.append(worker_class.options(**options).remote(world, rank, plan.kv))
@@ -243,16 +246,21 @@ def _start(plan: LaunchPlan, actors: ClusterActors, deadline: Deadline) -> None:
         [worker.node_id.remote() for worker in actors.workers], deadline, plan, "was not scheduled"
     )
     topology = Topology.from_node_ids([str(node_id) for node_id in node_ids])
-    hellos = _gather(
+    (epoch,) = _gather([actors.coordinator.ping.remote()], deadline, plan, "found its coordinator not to start")
+    assert isinstance(epoch, int)
+    floor = first_generation(epoch)
+    enlisted = _gather(
         [
-            worker.start.remote(place, actors.coordinator)
+            worker.enlist.remote(Enlistment(place, epoch, floor, may_attach=False), actors.coordinator)
             for worker, place in zip(actors.workers, topology.places, strict=True)
         ],
         deadline,
         plan,
         "did not start",
     )
-    adopted = actors.coordinator.adopt.remote(hellos, actors.workers, deadline.remaining_s() / 2)
+    adopted = actors.coordinator.adopt.remote(
+        [unpack(one) for one in enlisted if isinstance(one, bytes)], actors.workers, deadline.remaining_s() / 2
+    )
     _gather([adopted], deadline, plan, "did not adopt the ranks")
 
 

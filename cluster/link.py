@@ -1,4 +1,4 @@
-"""One process's tie to a cluster: whom to call, under which name, and what the world is.
+"""One process's tie to a cluster: whom to call, under which name, what the world is, and where its ranks are now.
 
 Registers the process as a client; where it shares a node with a rank, a locked liveness file lets that rank see its
 end, so that its leases and half-written slots are given back then.
@@ -31,7 +31,7 @@ _RELEASE_S: Final = 0.5
 
 
 class ClusterLink:
-    """Handles and facts that do not change while the link is open. Thread-safe."""
+    """Handles, which stay the same while the link is open, and facts, which `refresh` renews. Thread-safe."""
 
     def __init__(self, coordinator: Actor) -> None:
         """Raises `ClusterError` or `DeadlineError` if the cluster does not answer, or is never done starting."""
@@ -46,10 +46,16 @@ class ClusterLink:
         self.hasher = self.world.hasher()
         self.node_id: str = ray.get_runtime_context().get_node_id()
         self.lease_names = LeaseNames(self.client_id, self.client_id)
-        self._coordinator = CoordinatorClient(coordinator, self.client_id, timeout_s=self.world.call_timeout_s)
-        self._liveness = self._make_liveness()
-        path = str(self._liveness.path) if self._liveness else None
-        self._coordinator.register(ClientHello(self.client_id, self.node_id, os.getpid(), path))
+        self.liveness = self._make_liveness()
+        path = str(self.liveness.path) if self.liveness else None
+        hello = ClientHello(self.client_id, self.node_id, os.getpid(), path)
+        self._coordinator = CoordinatorClient(
+            coordinator,
+            self.client_id,
+            timeout_s=self.world.call_timeout_s,
+            introduce_again=lambda client: client.register(hello),
+        )
+        self._coordinator.register(hello)
 
     @property
     def coordinator(self) -> CoordinatorClient:
@@ -79,6 +85,12 @@ class ClusterLink:
         """Rows of the smallest rank's paged KV: what a slot mapping may name."""
         return min(hello.kv_rows for hello in self.hellos)
 
+    def refresh(self) -> None:
+        """Ask where the ranks are now, after one did not answer. While they are not all there, nothing changes."""
+        introduction = self._coordinator.introduce()
+        if introduction is not None:
+            self.hellos = introduction.hellos
+
     def deadline(self) -> Deadline:
         """The deadline of a call that begins now."""
         return Deadline(self.world.call_timeout_s)
@@ -107,8 +119,8 @@ class ClusterLink:
         except LMCacheRayError:
             pass
         finally:
-            if self._liveness is not None:
-                self._liveness.close()
+            if self.liveness is not None:
+                self.liveness.close()
 
     def _release_abandoned(self) -> None:
         """One message for all."""

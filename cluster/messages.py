@@ -17,6 +17,8 @@ import numpy as np
 from lmcache_ray.index.plans import ChunkRef, make_refs
 from lmcache_ray.keys import KEY_NBYTES
 
+from .topology import RankPlace
+
 if TYPE_CHECKING:
     from .ray_calls import Ref
 
@@ -242,6 +244,11 @@ class RankHello:
     arena_path: str | None
     slots_total: int
     kv_rows: int
+
+    @property
+    def place(self) -> RankPlace:
+        """Where it runs."""
+        return RankPlace(self.worker_id, self.local_worker_id, self.local_world_size, self.node_id)
 
 
 # -- rank <-> rank, through the coordinator ---------------------------------------------------------------------------

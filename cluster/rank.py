@@ -6,6 +6,7 @@
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,8 @@ from lmcache_ray.arena.sweep import sweep
 from lmcache_ray.build import arena_spec
 from lmcache_ray.connector.base import KVConnector
 from lmcache_ray.errors import ArenaError, RankUnavailableError
+from lmcache_ray.index.arena_report import ArenaReport
+from lmcache_ray.index.plans import ChunkRef
 from lmcache_ray.metadata import LMCacheMetadata
 from lmcache_ray.shard import ArenaSource, ChunkSource, EngineShard, PayloadSource, export_chunks, read_chunks
 from lmcache_ray.storage.directory_lock import DirectoryOwner
@@ -49,7 +52,7 @@ class RankSetup:
 class Rank:
     """One rank. A holder owns an arena; every rank has paged KV and can load from any arena of its node."""
 
-    def __init__(self, world: WorldSpec, setup: RankSetup) -> None:
+    def __init__(self, world: WorldSpec, setup: RankSetup, *, may_attach: bool = False) -> None:
         self.world = world
         self.place = setup.place
         self.metadata = setup.metadata
@@ -70,7 +73,11 @@ class Rank:
             )
             # First what may be refused on this node: a file that exists by then would be left behind.
             remote = open_remote(world.tiers.remote, world.layout, scope=world.hasher().scope(), origin=world.life)
-            self._arena = Arena.create(spec, world.arena_dir, node_id=setup.place.node_id, now=time.time())
+            if may_attach:
+                with suppress(ArenaError):
+                    self._arena = Arena.attach(spec, world.arena_dir, node_id=setup.place.node_id, now=time.time())
+            if self._arena is None:
+                self._arena = Arena.create(spec, world.arena_dir, node_id=setup.place.node_id, now=time.time())
             self.shard = EngineShard(self._arena.slots)
             self._tiers = RankTiers(
                 self.shard,
@@ -85,6 +92,14 @@ class Rank:
     def arena_path(self) -> str | None:
         """The rank's own arena, if it holds one."""
         return str(self._arena.path) if self._arena is not None else None
+
+    def fence(self, floor: int, *, wait_s: float) -> ArenaReport:
+        """From now on no write below the generation `floor` begins or commits; what the arena holds then."""
+        if self.shard is None:
+            return ArenaReport()
+        return ArenaReport(
+            committed=tuple(ChunkRef(held.key, held.slot, held.generation) for held in self.shard.slots.committed())
+        )
 
     def step(self, loads: Sequence[LoadTask], stores: Sequence[StoreTask], payload: Payload | None) -> StepResult:
         """Carry out loads, then stores. `payload` has the chunks of load tasks that name a `payload_start`.

@@ -52,12 +52,14 @@ class RankContext:
         return self.rank.place.worker_id
 
 
-def start_rank(world: WorldSpec, place: RankPlace, kv: KVSpec, coordinator: Actor) -> RankContext:
-    """The rank at `place`. Raises what its parts raise."""
+def start_rank(
+    world: WorldSpec, place: RankPlace, kv: KVSpec, coordinator: Actor, *, may_attach: bool
+) -> RankContext:
+    """The rank at `place`, which may attach to the arena of its predecessor there. Raises what its parts raise."""
     layout = world.layout.ranks[place.worker_id]
     metadata = rank_metadata(world, place, kv.num_blocks)
     kv_caches = make_kv_caches(kv, metadata, layout)
-    rank = Rank(world, RankSetup(place, metadata, PagedConnector(layout, kv_caches)))
+    rank = Rank(world, RankSetup(place, metadata, PagedConnector(layout, kv_caches)), may_attach=may_attach)
     # A store or retrieve of an engine makes up to three calls: each may take a third of its deadline.
     timeout_s = world.call_timeout_s / 3
     calls = CoordinatorClient(coordinator, rank_client(place.worker_id), timeout_s=timeout_s)

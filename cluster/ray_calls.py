@@ -9,9 +9,22 @@ from typing import Any, NoReturn, TypeAlias
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    GetTimeoutError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 
-from lmcache_ray.errors import ClusterError, DeadlineError, RankDiedError, RankUnavailableError
+from lmcache_ray.errors import (
+    ClusterError,
+    CoordinatorUnavailableError,
+    DeadlineError,
+    RankDiedError,
+    RankUnavailableError,
+)
 
 Actor: TypeAlias = ActorHandle[object]
 """One of our actors. Ray's type for handles knows no methods, so answers are given their types where they arrive."""
@@ -22,7 +35,8 @@ Ref: TypeAlias = ray.ObjectRef[object]
 def wait_for(reference: Ref, *, timeout_s: float, what: str) -> Any:
     """The answer of `what` to an actor call, of the type that its method says.
 
-    Raises `DeadlineError` if it is silent, `ClusterError` if it cannot be reached, or what the call itself raised.
+    Raises `DeadlineError` if it is silent, `ClusterError` if it cannot be reached (`CoordinatorUnavailableError` if its
+    process has ended and Ray starts another), or what the call itself raised.
     """
     try:
         return ray.get(reference, timeout=timeout_s)
@@ -30,6 +44,8 @@ def wait_for(reference: Ref, *, timeout_s: float, what: str) -> Any:
         raise DeadlineError(f"{what} did not answer within {timeout_s:.3g} s") from error
     except RayTaskError as error:
         _raise_cause(error)
+    except ActorUnavailableError as error:
+        raise CoordinatorUnavailableError(f"{what} is being restarted: {_first_line(error)}") from error
     except RayActorError as error:
         raise ClusterError(f"{what} is not running any more: {_first_line(error)}") from error
     except RayError as error:

@@ -75,6 +75,16 @@ class Topology:
         return {node: ranks for node, ranks in held.items() if ranks}
 
 
+def place_again(rank: int, node_id: str, others: Mapping[int, RankPlace]) -> RankPlace:
+    """The place of a rank whose process is new on `node_id`: the lowest local number that no other rank there has.
+
+    The others keep theirs; what they were told of the number of ranks on their node may be out of date.
+    """
+    taken = {place.local_worker_id for other, place in others.items() if other != rank and place.node_id == node_id}
+    local = next(number for number in range(len(taken) + 1) if number not in taken)
+    return RankPlace(rank, local, len(taken) + 1, node_id)
+
+
 def spread(world_size: int, num_nodes: int, ranks_per_node: Sequence[int] | None = None) -> list[int]:
     """How many ranks each of `num_nodes` nodes gets: evenly, the first nodes one more when it does not divide.
 

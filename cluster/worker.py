@@ -1,5 +1,7 @@
 """The rank worker actor: a `Rank` that answers calls, and the engine that code running beside it can use.
 
+Ray starts its process again when that dies; the coordinator then enlists it as it did at first.
+
 Concurrency groups keep a slow copy from delaying a sign of life: `data` moves bytes, `tiers` moves them to and from
 storage that may be slow, `call` runs users' functions, `control` answers at once, and `watch` is occupied for life by
 the coordinator's watch for this process's end.
@@ -15,12 +17,12 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from lmcache_ray.errors import ClosedError, ClusterError
+from lmcache_ray.errors import ClosedError, ClusterError, RankDiedError, RankUnavailableError, StaleEpochError
 
 from .messages import LoadTask, PackedRefs, Payload, RankHello, StoreTask
 from .packed_calls import pack, unpack
+from .rank_port import Enlisted, Enlistment
 from .ray_calls import Actor
-from .topology import RankPlace
 from .world import WorldSpec
 
 # A handle of this actor brings this module along, into the coordinator too: what needs torch is imported by calls.
@@ -38,7 +40,10 @@ CONCURRENCY_GROUPS = {"control": 4, "data": 4, "tiers": 4, "call": 4, "watch": 1
 
 
 class RankWorker:
-    """One rank's actor. Created first, so that it can say on which node it runs; `start` makes the rank."""
+    """One rank's actor, idle until a coordinator enlists it: first in the cluster's start, then after each of its ends.
+
+    It obeys coordinators of the latest epoch that it has heard of, and no earlier ones.
+    """
 
     def __init__(self, world: WorldSpec, worker_id: int, kv: KVSpec) -> None:
         self._world = world
@@ -46,8 +51,9 @@ class RankWorker:
         self._kv = kv
         self._rank: Rank | None = None
         self._context: RankContext | None = None
+        self._epoch = 0
         self._stopped = threading.Event()
-        self._lock = threading.Lock()  # one start or close at a time
+        self._lock = threading.Lock()  # one enlistment or close at a time
 
     @ray.method(concurrency_group="control")
     def node_id(self) -> str:
@@ -55,22 +61,33 @@ class RankWorker:
         return ray.get_runtime_context().get_node_id()
 
     @ray.method(concurrency_group="control")
-    def start(self, place: RankPlace, coordinator: Actor) -> RankHello:
-        """Make the rank: metadata, paged KV, arena, engine."""
+    def enlist(self, enlistment: Enlistment, coordinator: Actor) -> bytes:
+        """Serve this coordinator: `Enlisted`, packed. A fresh process makes the rank first; see `Rank.fence`.
+
+        Raises `StaleEpochError` for a coordinator that has a successor, `ClosedError` after `stop`.
+        """
         from .rank_start import start_rank
 
         with self._lock:
             if self._stopped.is_set():
-                raise ClosedError(f"rank {self._worker_id} was stopped before it was started")
-            context = start_rank(self._world, place, self._kv, coordinator)
-            rank = context.rank
-            self._rank, self._context = rank, context
-        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+                raise ClosedError(f"rank {self._worker_id} was stopped")
+            self._check_epoch(enlistment.epoch)
+            self._epoch = enlistment.epoch
+            if self._rank is None:
+                context = start_rank(
+                    self._world, enlistment.place, self._kv, coordinator, may_attach=enlistment.may_attach
+                )
+                self._rank, self._context = context.rank, context
+                threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+            report = self._rank.fence(enlistment.floor, wait_s=self._world.call_timeout_s / 4)
+            return pack(Enlisted(self._hello(self._rank), report))
+
+    def _hello(self, rank: Rank) -> RankHello:
         return RankHello(
-            worker_id=place.worker_id,
-            local_worker_id=place.local_worker_id,
-            local_world_size=place.local_world_size,
-            node_id=place.node_id,
+            worker_id=rank.place.worker_id,
+            local_worker_id=rank.place.local_worker_id,
+            local_world_size=rank.place.local_world_size,
+            node_id=rank.place.node_id,
             pid=os.getpid(),
             arena_path=rank.arena_path,
             slots_total=self._world.num_slots if rank.shard is not None else 0,
@@ -96,8 +113,9 @@ class RankWorker:
         return self._started().take_in(refs, num_tokens, data)
 
     @ray.method(concurrency_group="tiers")
-    def tier_call(self, packed: bytes) -> bytes:
+    def tier_call(self, packed: bytes, epoch: int) -> bytes:
         """See `RankTiers.run`: a call and its answer, packed."""
+        self._check_epoch(epoch)
         return pack(self._started().move_chunks(unpack(packed)))
 
     @ray.method(concurrency_group="call")
@@ -120,14 +138,16 @@ class RankWorker:
         return os.getpid()
 
     @ray.method(concurrency_group="control")
-    def free_slots(self, refs: PackedRefs) -> bool:
+    def free_slots(self, refs: PackedRefs, epoch: int) -> bool:
         """See `Rank.free_slots`."""
+        self._check_epoch(epoch)
         self._started().free_slots(refs)
         return True
 
     @ray.method(concurrency_group="control")
-    def settle(self, refs: PackedRefs) -> bytes:
+    def settle(self, refs: PackedRefs, epoch: int) -> bytes:
         """See `Rank.settle`."""
+        self._check_epoch(epoch)
         return self._started().settle(refs)
 
     @ray.method(concurrency_group="control")
@@ -145,8 +165,13 @@ class RankWorker:
         return shard.slots.num_committed
 
     @ray.method(concurrency_group="watch")
-    def until_stopped(self) -> None:
-        """Return when `stop` was called: whoever waits for this learns of any other end by Ray's error."""
+    def until_stopped(self, pid: int) -> None:
+        """Return when `stop` was called: whoever waits for this learns of any other end of the process by Ray's error.
+
+        Raises `RankDiedError` if this is another process than the one meant.
+        """
+        if pid != os.getpid():
+            raise RankDiedError(f"process {pid} of rank {self._worker_id} has ended")
         self._stopped.wait()
 
     @ray.method(concurrency_group="control")
@@ -170,8 +195,14 @@ class RankWorker:
 
     def _started(self) -> Rank:
         if self._rank is None:
-            raise RuntimeError(f"rank {self._worker_id} has not been started")
+            raise RankUnavailableError(f"rank {self._worker_id} has not been brought back yet")
         return self._rank
+
+    def _check_epoch(self, epoch: int) -> None:
+        if epoch < self._epoch:
+            raise StaleEpochError(
+                f"rank {self._worker_id} serves a coordinator of epoch {self._epoch}; this one is of epoch {epoch}"
+            )
 
     def _beat(self) -> None:
         """Thread: pre-fault the arena once, then say regularly that it is in use."""

@@ -88,7 +88,7 @@ class TierStatus:
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """One rank. Fields that only a registered rank has are None or 0 before."""
+    """One rank. Fields that only a registered rank has are None or 0 before; `epoch` numbers its processes."""
 
     worker_id: int
     local_worker_id: int | None
@@ -122,7 +122,7 @@ class ClusterStatus:
     ranks: tuple[RankStatus, ...]
 
 
-def rank_status(rank: int, record: RankRecord, epoch: int, slots_used: int) -> RankStatus:
+def rank_status(rank: int, record: RankRecord, slots_used: int) -> RankStatus:
     """The public form of what membership knows of a rank."""
     hello = record.hello
     return RankStatus(
@@ -131,7 +131,7 @@ def rank_status(rank: int, record: RankRecord, epoch: int, slots_used: int) -> R
         local_world_size=hello.local_world_size if hello else None,
         node_id=hello.node_id if hello else None,
         pid=hello.pid if hello else None,
-        epoch=epoch,
+        epoch=record.start,
         alive=record.state is RankState.ALIVE,
         arena_path=hello.arena_path if hello else None,
         slots_used=slots_used,

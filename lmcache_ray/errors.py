@@ -130,6 +130,18 @@ class ClusterExistsError(ClusterError):
     """A cache cluster of that name already lives in that namespace."""
 
 
+class UnknownClientError(ClusterError):
+    """The coordinator does not know the client, as after its own restart: it has to register (again)."""
+
+
+class CoordinatorUnavailableError(ClusterError):
+    """The coordinator's process has ended, and Ray starts another: the call may or may not have been carried out."""
+
+
+class StaleEpochError(ClusterError):
+    """The call comes from an earlier life of the coordinator, or is meant for one."""
+
+
 class RankUnavailableError(ClusterError):
     """A rank's process does not answer; the message names the rank. It may still be at work."""
 

@@ -234,10 +234,15 @@ class IndexService:
             index.drop_client(client)
 
     def rank_lost(self, rank: int) -> None:
-        """A rank has ended for good: its client is dropped, and no load is pinned for it any more."""
+        """A rank has ended: its client is dropped, and until it is back no load is pinned for it."""
         with self.at_now() as (index, _):
             index.drop_client(rank_client(rank))
             self._lost_ranks.add(rank)
+
+    def rank_back(self, rank: int) -> None:
+        """A new process serves the rank."""
+        with self.at_now():
+            self._lost_ranks.discard(rank)
 
 
 def rank_client(rank: int) -> str:

@@ -54,16 +54,18 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("cluster: values and pure machines", (
         "cluster.messages", "cluster.topology", "cluster.membership", "cluster.workload", "cluster.chat_workload",
         "cluster.expected_bytes", "cluster.report", "cluster.world", "cluster.requests", "cluster.packed_calls",
+        "cluster.rank_port", "cluster.record", "cluster.health",
     )),
     ("cluster: shared by its processes", (
         "cluster.deadline", "cluster.open_plans", "cluster.clients", "cluster.ray_calls", "cluster.introduction",
+        "cluster.ray_record",
     )),
     ("cluster: one rank", ("cluster.rank", "cluster.rank_metadata", "cluster.kv_source")),
     ("cluster: calls to actors", (
         "cluster.rank_calls", "cluster.coordinator_client", "cluster.coordinator_index", "cluster.broadcaster",
     )),
     ("cluster: actors", (
-        "cluster.rank_start", "cluster.housekeeping", "cluster.tier_ranks", "cluster.tier_status",
+        "cluster.rank_start", "cluster.core", "cluster.housekeeping", "cluster.tier_ranks", "cluster.tier_status",
         "cluster.index_calls", "cluster.coordinator", "cluster.worker",
     )),
     ("cluster: placement", ("cluster.world_spec", "cluster.ray_session", "cluster.probe", "cluster.launch")),
@@ -91,6 +93,7 @@ PURE = (
     "lmcache_ray.storage.remote_space",
     "cluster.messages", "cluster.topology", "cluster.membership", "cluster.workload", "cluster.chat_workload",
     "cluster.expected_bytes", "cluster.report", "cluster.world", "cluster.requests", "cluster.packed_calls",
+    "cluster.rank_port", "cluster.record", "cluster.health", "lmcache_ray.tiers.recovery",
     "lmcache_ray.storage.chunk_format", "lmcache_ray.storage.chunk_frame", "lmcache_ray.storage.header_fields",
     "lmcache_ray.storage.disk_names", "lmcache_ray.storage.disk_space",
 )

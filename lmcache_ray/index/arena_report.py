@@ -1,4 +1,4 @@
-"""What one rank's arena holds, as the rank tells it to a coordinator that has to rebuild, or to take the rank back. Pure."""
+"""What one rank's arena holds, told to a coordinator that rebuilds its index or takes the rank back. Pure."""
 
 from dataclasses import dataclass
 

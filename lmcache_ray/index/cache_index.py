@@ -30,7 +30,7 @@ class CacheIndex:
     `lease_timeout_s`. What is overdue is ended by `expire`. Keys are any bytes, by convention 32-byte digests, in
     prompt order; a prompt may repeat a key.
 
-    `table` is open for reading to this package. `below` is what there is to know of the tiers below, if there are any.
+    `table` is open for reading to this package, all parts to `recovery.py`. `below` is what is known of lower tiers.
     """
 
     def __init__(
@@ -52,15 +52,15 @@ class CacheIndex:
         self.holders: Final = tuple(holders)
         self.table: Final = SlotTable(num_slots, policy, epoch=epoch, tells_ready=below is not None)
         self._call_timeout_s: Final = call_timeout_s
-        self._leases: Final = LeaseTable(lease_timeout_s)
-        self._ledger: Final = WriteLedger(
+        self.leases: Final = LeaseTable(lease_timeout_s)
+        self.ledger: Final = WriteLedger(
             self.table, self.holders, timeout_s=call_timeout_s, first_plan_id=(epoch << COUNTER_BITS) + 1
         )
         self._planner: Final = StorePlanner(
             self.table,
-            pinned=self._leases.pinned,
+            pinned=self.leases.pinned,
             below=below,
-            can_join=self._ledger.can_join,
+            can_join=self.ledger.can_join,
         )
 
     # ------------------------------------------------------------------------------------------------ reading
@@ -76,14 +76,14 @@ class CacheIndex:
         """As `lookup`, and the keys counted stay READY, in place, while the lease lasts. No key, no lease."""
         run = self.table.ready_run(keys)
         self.table.policy.touch(reversed(run))
-        self._leases.hold(lease_id, client, run, now)
+        self.leases.hold(lease_id, client, run, now)
         return len(run)
 
     def hold(
         self, keys: Iterable[bytes], lease_id: str, client: str, now: float, *, timeout_s: float | None = None
     ) -> None:
         """Pin those of `keys` that are READY, wherever they stand; not a use of them."""
-        self._leases.hold(lease_id, client, self.table.ready_among(keys), now, timeout_s=timeout_s)
+        self.leases.hold(lease_id, client, self.table.ready_among(keys), now, timeout_s=timeout_s)
 
     def prepare_load(
         self, keys: Sequence[bytes], *, lease_id: str, client: str, now: float, start: int = 0
@@ -96,29 +96,29 @@ class CacheIndex:
         run = self.table.ready_run(keys)
         self.table.policy.touch(reversed(run))
         slots = run[start:]
-        self._leases.hold(lease_id, client, slots, now, timeout_s=self._call_timeout_s)
+        self.leases.hold(lease_id, client, slots, now, timeout_s=self._call_timeout_s)
         return LoadPlan(lease_id, self.table.refs_of(keys[start : len(run)], slots), start)
 
     def share(self, plan: LoadPlan, lease_id: str, *, client: str, now: float) -> None:
         """Pin the refs of a load plan whose lease still lasts under one more lease; not another use of them."""
         slots = [ref.slot for ref in plan.refs]
-        self._leases.hold(lease_id, client, slots, now, timeout_s=self._call_timeout_s)
+        self.leases.hold(lease_id, client, slots, now, timeout_s=self._call_timeout_s)
 
     def release(self, lease_id: str) -> bool:
         """End a lease; False if there is none of that id (any more)."""
-        return self._leases.release(lease_id)
+        return self.leases.release(lease_id)
 
     def renew(self, lease_id: str, now: float) -> bool:
         """Let a lease last its full time from now; False if there is none of that id (any more)."""
-        return self._leases.renew(lease_id, now)
+        return self.leases.renew(lease_id, now)
 
     def keep(self, lease_id: str, *, max_slots: int) -> bool:
         """Let a lease end by release or with its client alone; False if more than `max_slots` slots were held so."""
-        return self._leases.keep(lease_id, max_slots=max_slots)
+        return self.leases.keep(lease_id, max_slots=max_slots)
 
     def kept(self) -> tuple[int, int]:
         """Leases that do not end by time, and the slots they hold."""
-        return self._leases.num_kept, len(self._leases.kept_slots)
+        return self.leases.num_kept, len(self.leases.kept_slots)
 
     # ------------------------------------------------------------------------------------------------ storing
 
@@ -160,13 +160,13 @@ class CacheIndex:
         With `copy_up`, keys that are cached below are wanted here too.
         """
         _check_start(start)
-        if rank is not None and rank not in self._ledger.bit_of:
-            return StorePlan(self._ledger.issue_plan_id(), (), (), len(self.table.ready_run(keys)), 0, ())
-        joiner = 0 if rank is None else self._ledger.bit_of[rank]
+        if rank is not None and rank not in self.ledger.bit_of:
+            return StorePlan(self.ledger.issue_plan_id(), (), (), len(self.table.ready_run(keys)), 0, ())
+        joiner = 0 if rank is None else self.ledger.bit_of[rank]
         draft = self._planner.draft(keys, start=start, joiner=joiner, defer=defer, whole=whole, copy_up=copy_up)
         if isinstance(draft, Deferred):
             return draft
-        return self._carry_out(draft, keys, client=client, ranks=joiner or self._ledger.everyone, now=now)
+        return self._carry_out(draft, keys, client=client, ranks=joiner or self.ledger.everyone, now=now)
 
     def _carry_out(self, draft: StoreDraft, keys: Sequence[bytes], *, client: str, ranks: int, now: float) -> StorePlan:
         table, joined = self.table, draft.joined
@@ -177,9 +177,9 @@ class CacheIndex:
             opened = zip(positions, refs, strict=True)
             by_position = sorted([*opened, *zip(joined.values(), table.refs(list(joined)), strict=True)])
             positions, refs = tuple(position for position, _ in by_position), tuple(ref for _, ref in by_position)
-        plan_id = self._ledger.issue_plan_id()
+        plan_id = self.ledger.issue_plan_id()
         if refs:
-            self._ledger.open_store(plan_id, refs, joined, client=client, ranks=ranks, now=now)
+            self.ledger.open_store(plan_id, refs, joined, client=client, ranks=ranks, now=now)
         return StorePlan(plan_id, refs, positions, draft.num_ready, draft.num_refused, evicted)
 
     def prepare_request(
@@ -196,7 +196,7 @@ class CacheIndex:
         if defer and self.table.is_run_being_written(keys):
             return Deferred.KEY_BEING_WRITTEN
         load = self.prepare_load(keys, lease_id=lease_id, client=client, now=now)
-        return load, self._carry_out(draft, keys, client=client, ranks=self._ledger.everyone, now=now)
+        return load, self._carry_out(draft, keys, client=client, ranks=self.ledger.everyone, now=now)
 
     def complete_store(
         self, plan_id: int, ranks: Collection[int], *, done: Iterable[int], failed: Iterable[int] = ()
@@ -207,11 +207,11 @@ class CacheIndex:
         handed it has answered. A rank's first answer for a chunk counts, later ones are ignored. False if the plan is
         finished (or never was); ProtocolError, and nothing taken in, for a rank or position that the plan has not.
         """
-        return self._ledger.complete_store(plan_id, ranks, done, failed)
+        return self.ledger.complete_store(plan_id, ranks, done, failed)
 
     def abort_store(self, plan_id: int) -> bool:
         """Nobody writes for this plan any more: every answer it is still owed is "failed". False as above."""
-        return self._ledger.abort_store(plan_id)
+        return self.ledger.abort_store(plan_id)
 
     # ------------------------------------------------------------------------------- ending what others left behind
 
@@ -221,19 +221,19 @@ class CacheIndex:
         A rank that was handed an aborted chunk still owes its answer (`unsettled`): a late one frees the slot, and
         makes nothing READY. Costs next to nothing when nothing is due.
         """
-        lease_ids = self._leases.expire(now)
-        plan_ids, aborted = self._ledger.expire(now)
+        lease_ids = self.leases.expire(now)
+        plan_ids, aborted = self.ledger.expire(now)
         return Expired(tuple(lease_ids), tuple(plan_ids), tuple(aborted))
 
     def drop_client(self, client: str) -> Expired:
         """End a client's leases and abort its unfinished store plans, as if their time were up."""
-        lease_ids = self._leases.drop_client(client)
-        plan_ids, aborted = self._ledger.drop_client(client)
+        lease_ids = self.leases.drop_client(client)
+        plan_ids, aborted = self.ledger.drop_client(client)
         return Expired(tuple(lease_ids), tuple(plan_ids), tuple(aborted))
 
     def unsettled(self, rank: int) -> list[ChunkRef]:
         """The quarantined chunks that this rank has still to answer for, or to forget."""
-        return self._ledger.unsettled(rank)
+        return self.ledger.unsettled(rank)
 
     def settle(self, rank: int, refs: Iterable[ChunkRef]) -> int:
         """It is proven that the rank does not write these refs, and never will.
@@ -241,7 +241,7 @@ class CacheIndex:
         The writer has answered, or is dead. One that is being written, and that the rank has not committed, is aborted.
         Refs for which the rank owes nothing (any more) are ignored. Answers how many it owed.
         """
-        return self._ledger.settle(rank, refs)
+        return self.ledger.settle(rank, refs)
 
     # ------------------------------------------------------------------------------------------------ tiers below
 
@@ -255,10 +255,10 @@ class CacheIndex:
 
     def evict(self, refs: Iterable[ChunkRef], *, even_leased: bool = False) -> list[ChunkRef]:
         """Forget those of `refs` that are READY and not leased, or leased even so; which these were."""
-        pinned = () if even_leased else self._leases.pinned
+        pinned = () if even_leased else self.leases.pinned
         evicted = [ref for ref in refs if self.table.is_ready(ref) and ref.slot not in pinned]
         slots = [ref.slot for ref in evicted]
-        self._leases.forget(slots)
+        self.leases.forget(slots)
         self.table.evict(slots)
         return evicted
 
@@ -270,17 +270,17 @@ class CacheIndex:
         Chunks that are being written are aborted, and count neither as removed nor as kept. Every holder must answer by
         `complete_clear` if the plan has refs.
         """
-        return plan_clear(self.table, self._ledger, keys, pinned=self._leases.pinned)
+        return plan_clear(self.table, self.ledger, keys, pinned=self.leases.pinned)
 
     def complete_clear(self, plan_id: int, rank: int) -> bool:
         """The rank has forgotten all refs of the plan; when all have, their slots are free. False if it is finished."""
-        return self._ledger.complete_clear(plan_id, rank)
+        return self.ledger.complete_clear(plan_id, rank)
 
     # ------------------------------------------------------------------------------------------------ looking in
 
     def counts(self) -> IndexCounts:
         """How full the index is."""
-        return count_slots(self.table, self._ledger, num_leases=len(self._leases))
+        return count_slots(self.table, self.ledger, num_leases=len(self.leases))
 
     def entries(self) -> Iterator[tuple[ChunkRef, SlotState]]:
         """The chunks in the key map, each READY or WRITING, in the order in which they would be evicted."""
@@ -290,7 +290,7 @@ class CacheIndex:
 
     def check_integrity(self) -> None:
         """Raise an IntegrityError that lists every contradiction among the parts of the index, if there is any."""
-        found = contradictions(self.table, self._ledger, self._leases)
+        found = contradictions(self.table, self.ledger, self.leases)
         if found:
             raise IntegrityError("the index contradicts itself: " + "; ".join(found))
 

@@ -198,6 +198,24 @@ class SlotTable:
             self.policy.admit((slot,))
         return sorted(set(range(len(chunks))) - set(kept))
 
+    def restore(self, ready: Sequence[ChunkRef], quarantined: Sequence[ChunkRef]) -> None:
+        """Take in slots as an earlier life has left them, the least recently used first. The table must be new."""
+        for refs, state in ((ready, SlotState.READY), (quarantined, SlotState.QUARANTINED)):
+            for key, slot, generation in refs:
+                self.key_of[slot] = key
+                self.generation_of[slot] = generation
+                self.states[slot] = state
+        self.slot_of.update((key, slot) for key, slot, _ in ready)
+        for ref in ready:
+            self.policy.admit((ref.slot,))
+        self.free_slots[:] = array("i", reversed(self.slots_in(SlotState.FREE)))
+
+    def rename(self, slot: int, key: bytes) -> None:
+        """A READY slot goes on under another key, which is unknown so far."""
+        del self.slot_of[self.key_of[slot]]
+        self.slot_of[key] = slot
+        self.key_of[slot] = key
+
     def evict(self, slots: Sequence[int]) -> None:
         """READY to FREE at once: nobody need be asked, as `_evict` says."""
         self._evict(slots)

@@ -19,6 +19,7 @@ from lmcache_ray.storage.remote import RemoteChunk
 from lmcache_ray.tiers.calls import RankAnswer, TierCall, TierRanks, problems_of, reading_s
 from lmcache_ray.tiers.health import TierHealth
 from lmcache_ray.tiers.promotion import Promotion
+from lmcache_ray.tiers.recovery import rejoin_disk
 from lmcache_ray.tiers.spec import Tier
 from lmcache_ray.tiers.traffic import TierTraffic
 from lmcache_ray.tiers.write_behind import DiskWrites, complete_disk_writes, next_disk_writes
@@ -90,6 +91,22 @@ class DiskTier:
         if any(useless.values()):
             self.delete(())
             self._ask(TierCall("open_disk"), timeout_s)  # removes empty directories, if the limit needs it
+
+    def take_back(self, rank: int, timeout_s: float) -> None:
+        """A rank's process is new: open its directory again; what it lacks is cached no more, what is unknown goes.
+
+        A directory that cannot be used puts the tier out of order, as anywhere.
+        """
+        answers = self._ranks.ask({rank: TierCall("open_disk")}, timeout_s=timeout_s)
+        answer = answers.get(rank)
+        if answer is None or answer.problem is not None:
+            problem = f"did not answer in {timeout_s:g} s" if answer is None else answer.problem
+            return self.suspend(f"rank {rank}: {problem}")
+        self.directories[rank] = answer.found.directory
+        with self._service.at_now() as (index, _):
+            rejoined = rejoin_disk(index, answer.found.entries)
+        self._owe(rejoined.useless, (rank,))
+        self.delete(rejoined.lost)
 
     # -- down ---------------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import Final, NamedTuple
 
+from lmcache_ray.errors import DirectoryTakenError
 from lmcache_ray.index.plans import ChunkRef
 from lmcache_ray.index_service import IndexService
 from lmcache_ray.tiers.counts import TierClearCounts
@@ -59,10 +60,18 @@ class TierService:
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
-    def open(self, timeout_s: float) -> None:
-        """Look at what earlier lives left, and begin. Raises `DirectoryTakenError`; all else is a problem to show."""
+    def open(self, timeout_s: float, *, may_be_taken: bool = False) -> None:
+        """Look at what earlier lives left, and begin.
+
+        Raises `DirectoryTakenError` unless the directory `may_be_taken`; that and all else is a problem to show.
+        """
         if self.disk is not None:
-            self.disk.open(timeout_s)
+            try:
+                self.disk.open(timeout_s)
+            except DirectoryTakenError as error:
+                if not may_be_taken:
+                    raise
+                self.disk.suspend(str(error))
             self._start("disk", self._keep_disk)
         if self.remote is not None:
             self._start("remote", self._keep_remote)

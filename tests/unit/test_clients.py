@@ -2,8 +2,11 @@
 
 import threading
 
+import pytest
+
 from cluster.clients import Clients
 from cluster.messages import ClientHello
+from lmcache_ray.errors import UnknownClientError
 
 
 def hello(client_id: str) -> ClientHello:
@@ -29,10 +32,10 @@ def test_what_is_done_for_a_known_client_is_forgotten_with_it() -> None:
     inside, go_on = threading.Event(), threading.Event()
 
     def plan() -> None:
-        with clients.while_known("a") as is_known:
+        with clients.while_known("a"):
             inside.set()
             assert go_on.wait(10)
-            events.append("planned" if is_known else "refused")
+            events.append("planned")
 
     planner = threading.Thread(target=plan)
     planner.start()
@@ -45,5 +48,6 @@ def test_what_is_done_for_a_known_client_is_forgotten_with_it() -> None:
     planner.join(10)
     leaver.join(10)
     assert events == ["planned", "forgotten"]
-    with clients.while_known("a") as is_known:
-        assert not is_known
+    with pytest.raises(UnknownClientError, match="client 'a' is not registered"), clients.while_known("a"):
+        events.append("planned again")
+    assert events == ["planned", "forgotten"]
