@@ -31,12 +31,13 @@ _RELEASE_S: Final = 0.5
 
 
 class ClusterLink:
-    """Handles, which stay the same while the link is open, and facts, which `refresh` renews. Thread-safe."""
+    """Handles, which stay the same while the link is open, and facts, which are asked for again once they are suspect. Thread-safe."""
 
     def __init__(self, coordinator: Actor) -> None:
         """Raises `ClusterError` or `DeadlineError` if the cluster does not answer, or is never done starting."""
         self.client_id = f"client-{os.getpid()}-{uuid.uuid4().hex[:12]}"
         self._closed = False
+        self._is_suspect = False
         self._abandoned: deque[str] = deque()
         self._releases: deque[Ref] = deque()
         introduction = _introduction(coordinator, self.client_id)
@@ -61,6 +62,8 @@ class ClusterLink:
     def coordinator(self) -> CoordinatorClient:
         """The coordinator. Raises `ClosedError` after `close`."""
         self.check_open()
+        if self._is_suspect:
+            self._refresh()
         if self._abandoned:
             self._release_abandoned()
         if self._releases:
@@ -85,11 +88,19 @@ class ClusterLink:
         """Rows of the smallest rank's paged KV: what a slot mapping may name."""
         return min(hello.kv_rows for hello in self.hellos)
 
-    def refresh(self) -> None:
-        """Ask where the ranks are now, after one did not answer. While they are not all there, nothing changes."""
-        introduction = self._coordinator.introduce()
+    def suspect(self) -> None:
+        """What is known of the ranks may be out of date: ask again where they are, with the next call."""
+        self._is_suspect = True
+
+    def _refresh(self) -> None:
+        """While the ranks are not all there, nothing changes, and they are asked about again."""
+        try:
+            introduction = self._coordinator.introduce()
+        except LMCacheRayError:
+            return  # the call that comes next says what is wrong
         if introduction is not None:
             self.hellos = introduction.hellos
+            self._is_suspect = False
 
     def deadline(self) -> Deadline:
         """The deadline of a call that begins now."""

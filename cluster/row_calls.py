@@ -156,6 +156,8 @@ def _load_into(
         raise failure
     for at, (item, plan, result) in enumerate(loads):
         num_good = min(leading(unpack_flags(flags[rank].loaded[at])) if rank in flags else 0 for rank in ranks)
+        if num_good < len(plan.refs):
+            link.suspect()
         result[item.start : max(item.start, item.prompt.tokens_in(plan.start + num_good))] = True
 
 
@@ -223,7 +225,7 @@ def _fan_out(
         except RankDiedError:
             results[rank] = nothing
         except RankUnavailableError:
-            continue
+            link.suspect()
         except Exception as error:  # whatever a step raised, it is over, and what it did must be reported
             results[rank] = nothing
             failure = failure or error

@@ -1,4 +1,4 @@
-"""What an index becomes after the coordinator or a rank has died: chunks that all holders have alike, and nothing else."""
+"""What an index becomes after the coordinator or a rank has died: chunks that all holders have alike, no others."""
 
 from collections.abc import Iterable
 
