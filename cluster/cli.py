@@ -133,6 +133,8 @@ def build_parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         _add_identity(command)
         _add_common(command)
+    _add_restart(commands)
+    _add_drain(commands)
     _add_check(commands)
     _add_inspect(commands)
     return parser
@@ -185,6 +187,23 @@ def _add_up(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     command.add_argument("--kvcache-shape-spec", metavar="SPEC", help="one rank's layer groups (16 bytes per token)")
     command.add_argument("--num-blocks", type=_at_least(1), metavar="N", help="blocks of each rank's paged KV")
     _add_config_keys(command)
+    _add_common(command)
+
+
+def _add_restart(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    text = "start the ranks of a running cluster anew, one by one; what is cached stays cached"
+    command = commands.add_parser("restart", help=text, description=f"{text[0].upper()}{text[1:]}.")
+    command.add_argument("--rank", type=_at_least(0), metavar="N", help="only rank N")
+    command.add_argument("--timeout", type=_at_least(1), default=60, metavar="SECONDS", help="for each rank (60)")
+    _add_identity(command)
+    _add_common(command)
+
+
+def _add_drain(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    text = "end a running cluster without losing anything: stores are finished, and copied to disk"
+    command = commands.add_parser("drain", help=text, description=f"{text[0].upper()}{text[1:]}.")
+    command.add_argument("--timeout", type=_at_least(1), default=60, metavar="SECONDS", help="for both (60)")
+    _add_identity(command)
     _add_common(command)
 
 

@@ -23,11 +23,13 @@ from lmcache_ray.layout import ShardSpec
 
 from .calls import ClusterCalls
 from .every_rank import check_every_rank, run_on_every_rank
+from .health import ClusterHealth, HealthProblem
 from .launch import ClusterActors, LaunchPlan, find, launch, take_down
 from .link import ClusterLink
 from .ray_session import RaySession, alive_node_ids, join_session, open_session
 from .requests import Request
 from .topology import place_ranks
+from .upkeep import Drained, drain, restart_ranks
 from .world import ClusterStatus, RankStatus
 from .world_spec import kv_spec, world_spec
 
@@ -38,7 +40,15 @@ if TYPE_CHECKING:
 
     from .kv_source import KVSource
 
-__all__ = ["CacheCluster", "ClusterStatus", "RankStatus", "Request"]
+__all__ = [
+    "CacheCluster",
+    "ClusterHealth",
+    "ClusterStatus",
+    "Drained",
+    "HealthProblem",
+    "RankStatus",
+    "Request",
+]
 
 Result = TypeVar("Result")
 
@@ -144,6 +154,24 @@ class CacheCluster(ClusterCalls):
     def status(self) -> ClusterStatus:
         """The cluster at this moment."""
         return self._link.coordinator.status()
+
+    def health(self) -> ClusterHealth:
+        """Whether the world is whole and can serve; if not which rank is away, why, and since when."""
+        return self._link.coordinator.health()
+
+    def restart_ranks(self, ranks: Sequence[int] | None = None, *, timeout_s: float = 60.0) -> dict[int, float]:
+        """Start ranks (None: all) anew, one after the other, while the cluster serves; see `upkeep.restart_ranks`."""
+        self._link.check_open()
+        return restart_ranks(self._link, ranks, timeout_s=timeout_s)
+
+    def drain(self, *, timeout_s: float = 60.0) -> Drained:
+        """End the cluster, whoever started it, with all stores finished and on disk; see `upkeep.drain`.
+
+        This connection is closed then.
+        """
+        drained = drain(self._link, timeout_s=timeout_s)
+        self.shutdown()
+        return drained
 
     def is_healthy(self) -> bool:
         """True if the coordinator answers and every rank lives; `status().problems` says what is wrong."""

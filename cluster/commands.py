@@ -97,6 +97,31 @@ def check(arguments: argparse.Namespace) -> Outcome:
     return Outcome({"findings": findings, "remaining": remaining}, 1 if remaining else 0)
 
 
+def restart(arguments: argparse.Namespace) -> Outcome:
+    """Start the ranks of a running cluster anew, one by one."""
+    config = read_config(arguments)
+    with CacheCluster.connect(config.cluster_name, namespace=config.cluster_namespace) as cluster:
+        ranks = None if arguments.rank is None else [arguments.rank]
+        away = cluster.restart_ranks(ranks, timeout_s=arguments.timeout)
+    if not arguments.json:
+        for rank, seconds in away.items():
+            print(f"rank {rank} is back after {seconds:.1f} s")
+    return Outcome({"away_s": {str(rank): round(seconds, 3) for rank, seconds in away.items()}})
+
+
+def drain(arguments: argparse.Namespace) -> Outcome:
+    """End a running cluster with all stores finished and copied to disk; exit status 1 if something was left out."""
+    config = read_config(arguments)
+    cluster = CacheCluster.connect(config.cluster_name, namespace=config.cluster_namespace)
+    drained = cluster.drain(timeout_s=arguments.timeout)
+    if not arguments.json:
+        print(
+            f"cluster {config.cluster_name!r} ended: {drained.open_stores} stores were not finished, "
+            f"{drained.unflushed} chunks not copied to disk"
+        )
+    return Outcome(asdict(drained), 1 if drained.open_stores or drained.unflushed else 0)
+
+
 def down(arguments: argparse.Namespace) -> Outcome:
     """End a running cluster, whatever is left of it."""
     config = read_config(arguments)

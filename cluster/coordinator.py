@@ -109,6 +109,7 @@ class Coordinator:
             view_leases=view_leases,
             viewed_slots=viewed_slots,
             clients=len(core.clients),
+            can_serve=core.can_serve(),
             problems=tuple(problem.what for problem in self._health().problems),
             ranks=tuple(
                 rank_status(rank, record, used if rank in self._world.layout.holders else 0)
@@ -156,6 +157,11 @@ class Coordinator:
     def decide_patiently(self, call: bytes) -> bytes:
         """One of the calls that may have to wait, for as long as it says itself."""
         return run_call(self._core.calls.patient, call)
+
+    @ray.method(concurrency_group="tiers")
+    def drain(self, timeout_s: float) -> int:
+        """See `CoordinatorCore.drain`."""
+        return self._core.drain(timeout_s)
 
     @ray.method(concurrency_group="control")
     def close_tiers(self, flush_s: float) -> None:

@@ -85,6 +85,11 @@ class CoordinatorClient:
         """Raise `IntegrityError` if the index contradicts itself."""
         self._ask("check_integrity")
 
+    def drain(self, *, timeout_s: float) -> int:
+        """Plan no more stores and let those that are planned end; how many have not when the time is over."""
+        answer: int = self._ask("drain", max(0.0, timeout_s - _ANSWER_S), timeout_s=timeout_s)
+        return answer
+
     # -- index ----------------------------------------------------------------------------------------------------
 
     def lookup(self, items: Sequence[LookupItem], tiers: Collection[Tier], *, timeout_s: float) -> list[int]:

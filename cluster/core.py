@@ -37,6 +37,7 @@ from .record import ClusterRecord, MissedClear, RecordKeeper
 from .topology import RankPlace, place_again
 from .world import WorldSpec
 
+_DRAIN_POLL_S: Final = 0.1
 _RETURNED: Final = "the coordinator was restarted"
 
 
@@ -73,16 +74,19 @@ class CoordinatorCore:
             service=service,
             tiers=tiers,
             can_serve=self.can_serve,
+            may_store=lambda: not self._is_draining,
             plans=self.plans,
             clients=self.clients,
             clear=self.clear,
         )
         self._ranks = ranks
         self._keeper = keeper
+        self._clock = clock
         self._wall = wall
         self._record = keeper.load()
         self._has_returned = has_returned
         self._is_rebuilt = not has_returned
+        self._is_draining = False
         self._recovering = threading.RLock()  # one rank comes or goes at a time; guards what follows and the record
         self._reports: dict[int, ArenaReport] = {}
         if has_returned:
@@ -105,6 +109,8 @@ class CoordinatorCore:
         if not self._is_rebuilt:
             what = "the coordinator was restarted: until every rank has told what it holds, nothing is a hit"
             problems.append(HealthProblem(what, since=self._began))
+        if self._is_draining:
+            problems.append(HealthProblem("the cluster is being drained: it takes no stores any more"))
         problems += [HealthProblem(what) for what in (*faults, *self.tiers.problems())]
         return ClusterHealth(self.can_serve(), tuple(problems))
 
@@ -234,6 +240,18 @@ class CoordinatorCore:
         if record != self._record:
             self._keeper.save(record)
             self._record = record
+
+    def drain(self, timeout_s: float) -> int:
+        """Plan no more stores, and wait for those that are planned; how many are still open after `timeout_s`."""
+        self._is_draining = True
+        deadline = self._clock() + timeout_s
+        while (num_open := self._num_open_stores()) and self._clock() < deadline:
+            self.service.wait_until(lambda index: not index.memory.ledger.stores, _DRAIN_POLL_S)
+        return num_open
+
+    def _num_open_stores(self) -> int:
+        with self.service.at_now() as (index, _):
+            return len(index.memory.ledger.stores)
 
     # -- what is done without being asked -----------------------------------------------------------------------------
 

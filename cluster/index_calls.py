@@ -49,15 +49,20 @@ class IndexCalls:
         service: IndexService,
         tiers: TierService,
         can_serve: Callable[[], bool],
+        may_store: Callable[[], bool],
         plans: OpenPlans,
         clients: Clients,
         clear: Callable[[Sequence[bytes] | None, Sequence[Tier]], TierClearCounts],
     ) -> None:
-        """While `can_serve` says no, everything is a miss. `clear` forgets chunks in tiers, on every rank."""
+        """While `can_serve` says no, everything is a miss, and while `may_store` does, no store is planned.
+
+        `clear` forgets chunks in tiers, on every rank.
+        """
         self._world = world
         self._service = service
         self._tiers = tiers
         self._can_serve = can_serve
+        self._may_store = may_store
         self._plans = plans
         self._clients = clients
         self._clear = clear
@@ -169,7 +174,7 @@ class IndexCalls:
         `direct`: the client process may write slots itself, so only its own word or its end settles them. `patient`:
         where chunks that wait for the disk leave no room, the answer is to wait, not to leave something out.
         """
-        if not self._can_serve():
+        if not self._can_serve() or not self._may_store():
             return [_NO_STORE] * len(items)
         if not direct:
             return self._plan_stores(client, items, None, patient=patient)
@@ -228,7 +233,7 @@ class IndexCalls:
         `promoted` stand for is in memory already, as far as it can be.
         """
         keys = [unpack_keys(prompt) for prompt in prompts]
-        if not self._can_serve():
+        if not self._can_serve() or not self._may_store():
             return PlannedWindow([(PlannedLoad(0, _NO_REFS), _NO_STORE)] * len(prompts))
         is_up = frozenset(promoted)
 

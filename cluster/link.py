@@ -31,7 +31,7 @@ _RELEASE_S: Final = 0.5
 
 
 class ClusterLink:
-    """Handles, which stay the same while the link is open, and facts, which are asked for again once they are suspect. Thread-safe."""
+    """Handles, which stay the same while the link is open, and facts, asked for again once suspect. Thread-safe."""
 
     def __init__(self, coordinator: Actor) -> None:
         """Raises `ClusterError` or `DeadlineError` if the cluster does not answer, or is never done starting."""

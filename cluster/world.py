@@ -106,6 +106,8 @@ class RankStatus:
 class ClusterStatus:
     """A cache cluster at one moment. `problems` says why the cluster is not whole; empty means healthy.
 
+    Unless it `can_serve`, every lookup and retrieve is a miss and nothing is stored.
+
     `leases` counts all; `view_leases` are those of them that hold `viewed_slots` for a driver's views.
     """
 
@@ -118,6 +120,7 @@ class ClusterStatus:
     view_leases: int
     viewed_slots: int
     clients: int
+    can_serve: bool
     problems: tuple[str, ...]
     ranks: tuple[RankStatus, ...]
 

@@ -74,7 +74,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "cluster.row_calls",
         "cluster.local_arenas", "cluster.result_memory", "cluster.views", "cluster.put_path", "cluster.get_path",
     )),
-    ("cluster: client", ("cluster.calls", "cluster.client")),
+    ("cluster: client", ("cluster.calls", "cluster.upkeep", "cluster.client")),
     ("cluster: commands", (
         "cluster.replay_rank", "cluster.replay", "cluster.replay_name", "cluster.tables", "cluster.cli",
         "cluster.outcome", "cluster.inspect_file", "cluster.commands", "cluster.__main__",
