@@ -96,11 +96,10 @@ class Backlog:
     def _holds(self, ref: ChunkRef) -> bool:
         return self._generation_of.get(ref.slot) == ref.generation
 
-    def _forget(self, refs: Iterable[ChunkRef]) -> int:
-        held = [ref.slot for ref in refs if self._holds(ref)]
-        for slot in held:
-            del self._generation_of[slot]
-        return len(held)
+    def _forget(self, refs: Iterable[ChunkRef]) -> None:
+        for ref in refs:
+            if self._holds(ref):  # a chunk may be named twice: missed, used again, and still in its first group
+                del self._generation_of[ref.slot]
 
 
 class HeldBack:

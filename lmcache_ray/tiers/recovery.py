@@ -51,8 +51,10 @@ def send_down(index: TieredIndex) -> None:
     table = index.memory.table
     latest_first = reversed(list(table.policy.candidates()))
     refs = table.refs([slot for slot in latest_first if table.states[slot] == SlotState.READY])
-    if Tier.DISK in index.backlogs:
-        index.backlogs[Tier.DISK].add([ref for ref in refs if not index.is_on_disk(ref.key)])
-    if Tier.REMOTE in index.backlogs:
-        index.backlogs[Tier.REMOTE].miss(refs)
+    for tier, backlog in index.backlogs.items():
+        idle = [ref for ref in refs if ref.slot not in backlog]  # others were stored since, and wait already
+        if tier is Tier.DISK:
+            backlog.add([ref for ref in idle if not index.is_on_disk(ref.key)])
+        else:
+            backlog.miss(idle)
     index.trim()

@@ -84,11 +84,11 @@ def complete_disk_writes(
 def next_remote_writes(index: TieredIndex, *, most: int) -> tuple[ChunkRef, ...]:
     """The chunks that have waited longest for the remote store, about `most` of them; they stay in memory meanwhile."""
     backlog = index.backlogs[Tier.REMOTE]
-    refs: list[ChunkRef] = []
+    refs: dict[ChunkRef, None] = {}  # one that was missed and used again may wait twice
     while len(refs) < most and (group := backlog.take()):
         ready = [ref for ref in group if index.memory.table.is_ready(ref)]
         backlog.done(set(group).difference(ready))
-        refs += ready
+        refs.update(dict.fromkeys(ready))
     return tuple(refs)
 
 

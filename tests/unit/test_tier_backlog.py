@@ -111,3 +111,14 @@ def test_what_was_let_go_is_remembered_as_long_as_its_slot_has_it_and_taken_once
     assert names(backlog.take_missed(group("bc", 1))) == "b"
     assert names(backlog.take_missed(group("ab"))) == "a"
     assert backlog.take_missed(group("ab")) == []
+
+
+def test_a_chunk_that_was_missed_while_it_waited_and_is_used_again_may_be_named_twice() -> None:
+    backlog = Backlog()
+    backlog.add(group("ab"))
+    backlog.miss(group("ab"))
+    backlog.add(backlog.take_missed(group("ab")))
+    taken = [*backlog.take(), *backlog.take()]
+    assert names(taken) == "abab"
+    backlog.done(taken)
+    assert len(backlog) == 0

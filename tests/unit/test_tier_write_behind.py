@@ -2,6 +2,7 @@
 
 from lmcache_ray.index.plans import ChunkRef
 from lmcache_ray.index.slot_table import COUNTER_BITS
+from lmcache_ray.tiers.recovery import send_down
 from lmcache_ray.tiers.spec import Tier
 from lmcache_ray.tiers.tiered_index import TieredIndex
 from lmcache_ray.tiers.write_behind import (
@@ -202,6 +203,27 @@ def test_chunks_for_the_remote_store_stay_until_they_are_there_or_will_not_be() 
     assert waiting(tiers, Tier.REMOTE) == "cd"
     assert next_remote_writes(tiers, most=1) == second.refs
     assert next_remote_writes(tiers, most=1) == ()
+
+
+def test_a_chunk_that_waits_twice_for_the_remote_store_goes_there_once() -> None:
+    tiers = make_tiers(4, has_remote=True)
+    store(tiers, "ab")
+    backlog = tiers.backlogs[Tier.REMOTE]
+    backlog.miss(tiers.memory.table.refs([0, 1]))
+    assert load(tiers, "ab") == "ab"  # used: what was missed is to go after all, and is still in its first group
+    refs = next_remote_writes(tiers, most=MUCH)
+    assert names(refs) == "ab"
+    complete_remote_writes(tiers, refs)
+    assert waiting(tiers, Tier.REMOTE) == ""
+
+
+def test_after_a_restart_what_was_stored_since_waits_for_the_remote_store_once() -> None:
+    tiers = make_tiers(4, has_remote=True)
+    store(tiers, "ab")
+    send_down(tiers)
+    assert waiting(tiers, Tier.REMOTE) == "ab"
+    assert load(tiers, "ab") == "ab"
+    assert names(next_remote_writes(tiers, most=MUCH)) == "ab"
 
 
 def test_what_left_memory_does_not_go_to_the_remote_store() -> None:
