@@ -276,7 +276,7 @@ class Simulation:
                 assert not self.tiers.is_on_disk(key) or key in {ref.key for ref in plan.kept}
 
     def leased_by(self, lease_id: str) -> set[bytes]:
-        lease = self.memory._leases._leases.get(lease_id)
+        lease = self.memory.leases._leases.get(lease_id)
         return set() if lease is None else {self.memory.table.key_of[slot] for slot in lease.slots}
 
     # -- checks -------------------------------------------------------------------------------------------------------
