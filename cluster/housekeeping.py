@@ -16,7 +16,7 @@ from .rank_calls import RankCalls
 
 _ROUND_S: Final = 0.5
 _ROUNDS_BETWEEN_CHECKS: Final = 6
-_ENLIST_S: Final = 60.0
+_ENLIST_S: Final = 15.0  # an answer may get lost; asking again is harmless
 _LONGEST_PAUSE_S: Final = 2.0
 
 
@@ -66,6 +66,7 @@ class Housekeeping:
         if self._num_rounds % _ROUNDS_BETWEEN_CHECKS == 0:
             self._core.drop_dead_clients()
             self._core.ping_ranks()
+            self._core.finish_clears()
         self._core.exchange.expire()
         self._core.settle()
         self._core.plans.prune()

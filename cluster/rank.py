@@ -5,7 +5,7 @@
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -130,6 +130,12 @@ class Rank:
     def free_slots(self, refs: PackedRefs) -> None:
         """Drop these chunks."""
         self._own_shard().free(refs.unpack())
+
+    def forget(self, is_cleared: Callable[[ChunkRef], bool]) -> None:
+        """Drop every chunk of which ``is_cleared(ref)`` is true, also one that no index knows any more."""
+        if self.shard is not None:
+            held = [ChunkRef(found.key, found.slot, found.generation) for found in self.shard.slots.committed()]
+            self.shard.free([ref for ref in held if is_cleared(ref)])
 
     def settle(self, refs: PackedRefs) -> bytes:
         """A flag byte per ref: whether it is certain that this process does not and will not write it."""

@@ -17,9 +17,10 @@ from lmcache_ray.index.plans import ChunkRef
 
 from .deadline import Deadline
 from .messages import PackedRefs, RankHello, unpack_flags
-from .packed_calls import unpack
+from .packed_calls import pack, unpack
 from .rank_port import Enlisted, Enlistment
 from .ray_calls import Actor, Ref, calling, wait_for_rank
+from .record import MissedClear
 
 _HOUSEKEEPING_S: Final = 2.0
 
@@ -100,6 +101,11 @@ class RankCalls:
         """See `RankPort`."""
         packed = PackedRefs.pack(refs)
         answers = self._ask(dict.fromkeys(ranks, ("free_slots", packed, self._epoch)), self._clear_timeout_s)
+        return list(answers)
+
+    def forget(self, ranks: Sequence[int], clear: MissedClear) -> list[int]:
+        """See `RankPort`."""
+        answers = self._ask(dict.fromkeys(ranks, ("forget", pack(clear), self._epoch)), self._clear_timeout_s)
         return list(answers)
 
     def settle(self, refs: Mapping[int, Sequence[ChunkRef]]) -> dict[int, list[ChunkRef]]:

@@ -11,6 +11,7 @@ from lmcache_ray.index.arena_report import ArenaReport
 from lmcache_ray.index.plans import ChunkRef
 
 from .messages import RankHello
+from .record import MissedClear
 from .topology import RankPlace
 
 
@@ -49,6 +50,10 @@ class RankPort(Protocol):
 
     def free_slots(self, ranks: Sequence[int], refs: Sequence[ChunkRef]) -> Collection[int]:
         """Free these slots on these ranks; the ranks that have done it in time."""
+        ...
+
+    def forget(self, ranks: Sequence[int], clear: MissedClear) -> Collection[int]:
+        """Free whatever a clear covers, known to the index or not; the ranks that have done it in time."""
         ...
 
     def settle(self, refs: Mapping[int, Sequence[ChunkRef]]) -> dict[int, list[ChunkRef]]:

@@ -9,23 +9,28 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from lmcache_ray.index.plans import ChunkRef
+from lmcache_ray.tiers.spec import Tier
 
 from .topology import RankPlace
 
 
 @dataclass(frozen=True, slots=True)
 class MissedClear:
-    """A clear that some holder has not carried out: of all generations below `before`, or of `keys` among them.
+    """A clear of `tiers` that some holder may not have carried out.
 
-    `kept` chunks (slot, generation) were leased and stay.
+    In memory it is of all generations below `before`, or of `keys` among them; `kept` chunks (slot, generation) were
+    leased and stay. On disk, where generations are others, it is of all keys or of these.
     """
 
     before: int
     keys: frozenset[bytes] | None
     kept: frozenset[tuple[int, int]] = frozenset()
+    tiers: tuple[Tier, ...] = tuple(Tier)
 
     def covers(self, ref: ChunkRef) -> bool:
-        """Whether the chunk was cleared."""
+        """Whether the chunk was cleared from memory."""
+        if Tier.CPU not in self.tiers:
+            return False
         if ref.generation >= self.before or (ref.slot, ref.generation) in self.kept:
             return False
         return self.keys is None or ref.key in self.keys
@@ -71,16 +76,21 @@ class ClusterRecord:
 
     def with_clear(self, clear: MissedClear) -> "ClusterRecord":
         """A clear that is not complete; one of everything stands for those before it."""
-        earlier = () if clear.keys is None and not clear.kept else self.clears
+        is_all = clear.keys is None and not clear.kept and len(clear.tiers) == len(Tier)
+        earlier = () if is_all else self.clears
         return replace(self, clears=(*earlier, clear))
 
-    def without_clears(self) -> "ClusterRecord":
-        """Every holder has carried out all of them."""
-        return replace(self, clears=())
+    def without(self, done: Sequence[MissedClear]) -> "ClusterRecord":
+        """Every holder has carried these out."""
+        return replace(self, clears=tuple(clear for clear in self.clears if clear not in done))
 
     def is_cleared(self, ref: ChunkRef) -> bool:
         """Whether the chunk was cleared, although a rank may still hold it."""
         return any(clear.covers(ref) for clear in self.clears)
+
+    def is_cleared_on_disk(self, key: bytes) -> bool:
+        """Whether the chunk's files were cleared, although a rank may still have its own."""
+        return any(Tier.DISK in clear.tiers and (clear.keys is None or key in clear.keys) for clear in self.clears)
 
 
 class RecordKeeper(Protocol):

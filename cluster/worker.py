@@ -145,6 +145,13 @@ class RankWorker:
         return True
 
     @ray.method(concurrency_group="control")
+    def forget(self, clear: bytes, epoch: int) -> bool:
+        """See `Rank.forget`; a packed `MissedClear`."""
+        self._check_epoch(epoch)
+        self._started().forget(unpack(clear).covers)
+        return True
+
+    @ray.method(concurrency_group="control")
     def settle(self, refs: PackedRefs, epoch: int) -> bytes:
         """See `Rank.settle`."""
         self._check_epoch(epoch)

@@ -65,7 +65,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "cluster.rank_calls", "cluster.coordinator_client", "cluster.coordinator_index", "cluster.broadcaster",
     )),
     ("cluster: actors", (
-        "cluster.rank_start", "cluster.core", "cluster.housekeeping", "cluster.tier_ranks", "cluster.tier_status",
+        "cluster.rank_start", "cluster.recovery", "cluster.core", "cluster.housekeeping", "cluster.tier_ranks", "cluster.tier_status",
         "cluster.index_calls", "cluster.coordinator", "cluster.worker",
     )),
     ("cluster: placement", ("cluster.world_spec", "cluster.ray_session", "cluster.probe", "cluster.launch")),

@@ -7,6 +7,10 @@ second release does nothing, asking again does not pin twice, and a dead client 
 from collections.abc import Collection, Iterable, KeysView
 from dataclasses import dataclass
 from math import inf
+from typing import Final
+
+PINS_CLIENT: Final = "pins"
+"""Stands for a client in the leases of pins: no process, since a pin outlives whoever asked for it."""
 
 
 @dataclass(slots=True)
@@ -113,6 +117,11 @@ class LeaseTable:
     def kept_slots(self) -> KeysView[int]:
         """The slots that such leases hold: a view that follows every change."""
         return self._kept.keys()
+
+    def shown_slots(self) -> set[int]:
+        """The slots that such leases of clients hold, whose views show them; pins are nobody's."""
+        endless = [self._leases[lease_id] for lease_id in self._endless]
+        return {slot for lease in endless if lease.client != PINS_CLIENT for slot in lease.slots}
 
     def expire(self, now: float) -> list[str]:
         """End the leases whose time is up; answers their ids."""

@@ -123,10 +123,11 @@ def _orphans(viewed: Sequence[ViewedSlots], taken: set[int]) -> tuple[ChunkRef, 
 
 def _lose(index: CacheIndex, lost: Sequence[ChunkRef]) -> None:
     """Forget chunks that not every holder has any more; what a view shows stays where it is, found by nobody."""
-    shown = [ref for ref in lost if ref.slot in index.leases.kept_slots]
-    for ref in shown:
-        index.table.rename(ref.slot, _orphan_key(ref.slot, ref.generation))
-    index.evict([ref for ref in lost if ref.slot not in index.leases.kept_slots], even_leased=True)
+    shown = index.leases.shown_slots()
+    for ref in lost:
+        if ref.slot in shown:
+            index.table.rename(ref.slot, _orphan_key(ref.slot, ref.generation))
+    index.evict([ref for ref in lost if ref.slot not in shown], even_leased=True)
 
 
 def _orphan_key(slot: int, generation: int) -> bytes:

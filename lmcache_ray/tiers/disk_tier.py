@@ -51,6 +51,7 @@ class DiskTier:
         self.health: Final = TierHealth()
         self.traffic: Final = TierTraffic()
         self.directories: dict[int, str] = {}
+        self.is_cleared: Callable[[bytes], bool] = lambda key: False
         self._service = service
         self._ranks = ranks
         self._make_index = make_index
@@ -63,7 +64,7 @@ class DiskTier:
     # -- opening ------------------------------------------------------------------------------------------------------
 
     def open(self, timeout_s: float) -> None:
-        """Have every rank look into its directory; what all of them have is cached, the rest is deleted.
+        """Have every rank look into its directory; what all have, and no clear has named, is cached, the rest deleted.
 
         A directory that cannot be used puts the tier out of order. Raises `DirectoryTakenError` if one belongs to
         another living cluster.
@@ -78,6 +79,7 @@ class DiskTier:
         self.directories = {rank: one.directory for rank, one in found.items()}
         first, *others = ([entry for entry in one.entries if _epoch_of(entry) < _LAST_EPOCH] for one in found.values())
         everywhere = set(first).intersection(*others)
+        everywhere = {entry for entry in everywhere if not self.is_cleared(entry[0])}
         common = [entry for entry in first if entry in everywhere]
         epochs = [_epoch_of(entry) for entries in (first, *others) for entry in entries]
         epoch = max(epochs, default=secrets.randbelow(_NEW_EPOCHS)) + 1

@@ -60,12 +60,19 @@ class TierService:
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
-    def open(self, timeout_s: float, *, may_be_taken: bool = False) -> None:
-        """Look at what earlier lives left, and begin.
+    def open(
+        self,
+        timeout_s: float,
+        *,
+        may_be_taken: bool = False,
+        is_cleared: Callable[[bytes], bool] = lambda key: False,
+    ) -> None:
+        """Look at what earlier lives left, and begin. Of what is on disk, keys that `is_cleared` names are deleted.
 
         Raises `DirectoryTakenError` unless the directory `may_be_taken`; that and all else is a problem to show.
         """
         if self.disk is not None:
+            self.disk.is_cleared = is_cleared
             try:
                 self.disk.open(timeout_s)
             except DirectoryTakenError as error:

@@ -14,6 +14,7 @@ from typing import Final
 
 from lmcache_ray.errors import CapacityError, IntegrityError
 from lmcache_ray.index.cache_index import CacheIndex
+from lmcache_ray.index.leases import PINS_CLIENT
 from lmcache_ray.index.plans import ChunkRef, ClearPlan, Deferred, Expired, LoadPlan, StorePlan
 from lmcache_ray.index.slot_table import SlotState
 from lmcache_ray.index.store_planning import TiersBelow
@@ -21,7 +22,6 @@ from lmcache_ray.tiers.backlog import Backlog, HeldBack, Planned, with_room
 from lmcache_ray.tiers.spec import Tier
 
 EVERYWHERE: Final = frozenset(Tier)
-_PINS_CLIENT: Final = "pins"  # no process: a pin outlives whoever asked for it
 
 
 class TieredIndex:
@@ -102,7 +102,7 @@ class TieredIndex:
     def pin(self, keys: Sequence[bytes], lease_id: str, *, now: float) -> int:
         """As `lookup` with a lease, which ends by release alone. Raises `CapacityError`, and pins nothing, if too many
         slots would be held so."""
-        num_cached = self.lookup(keys, lease_id, client=_PINS_CLIENT, now=now, tiers=EVERYWHERE)
+        num_cached = self.lookup(keys, lease_id, client=PINS_CLIENT, now=now, tiers=EVERYWHERE)
         for index in self._indexes() if num_cached else ():
             most = index.table.capacity * 3 // 4
             if index.table.ready_among(keys[:num_cached]) and not index.keep(lease_id, max_slots=most):
