@@ -15,6 +15,7 @@ from .health import ClusterHealth
 from .introduction import Introduction
 from .messages import (
     ClientHello,
+    DirectWrites,
     LoadItem,
     LookupItem,
     Parcel,
@@ -142,7 +143,7 @@ class CoordinatorClient:
         self,
         items: Sequence[StoreItem],
         *,
-        direct: bool = False,
+        direct: DirectWrites | None = None,
         patient: bool = False,
         timeout_s: float | None = None,
     ) -> list[PlannedStore]:

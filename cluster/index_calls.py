@@ -18,6 +18,7 @@ from lmcache_ray.tiers.tier_service import TierService
 from .clients import Clients
 from .deadline import Deadline
 from .messages import (
+    DirectWrites,
     LoadItem,
     LookupItem,
     PackedRefs,
@@ -167,7 +168,7 @@ class IndexCalls:
     # -- stores -------------------------------------------------------------------------------------------------------
 
     def prepare_stores(
-        self, client: str, items: Sequence[StoreItem], direct: bool = False, patient: bool = False
+        self, client: str, items: Sequence[StoreItem], direct: DirectWrites | None = None, patient: bool = False
     ) -> list[PlannedStore]:
         """Reserve slots for what each prompt has that nobody has yet.
 
@@ -176,13 +177,14 @@ class IndexCalls:
         """
         if not self._can_serve() or not self._may_store():
             return [_NO_STORE] * len(items)
-        if not direct:
+        if direct is None:
             return self._plan_stores(client, items, None, patient=patient)
+        self._plans.forget_calls(client, before=direct.oldest)
         with self._clients.while_known(client):  # a writer that nobody knows could never be proven dead
-            return self._plan_stores(client, items, client, patient=patient)
+            return self._plan_stores(client, items, direct, patient=patient)
 
     def _plan_stores(
-        self, client: str, items: Sequence[StoreItem], writer: str | None, *, patient: bool
+        self, client: str, items: Sequence[StoreItem], direct: DirectWrites | None, *, patient: bool
     ) -> list[PlannedStore]:
         prompts = [unpack_keys(item.keys) for item in items]
         plans: list[StorePlan | Deferred] = []
@@ -197,7 +199,10 @@ class IndexCalls:
         if any(plan.refs for _, plan in made):  # else there is nothing to report
             for keys, plan in made:
                 if plan.num_ready < len(keys):
-                    self._plans.open(plan, keys, writer)
+                    if direct is None:
+                        self._plans.open(plan, keys, None)
+                    else:
+                        self._plans.open(plan, keys, client, call=direct.call)
         return [_LATER_STORE if isinstance(plan, Deferred) else _packed_store(plan) for plan in plans]
 
     def wait_for_room(self, wait_s: float) -> None:

@@ -5,11 +5,12 @@ end, so that its leases and half-written slots are given back then.
 """
 
 import os
+import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Final
 
 import ray
@@ -21,7 +22,7 @@ from lmcache_ray.index_service import LeaseNames
 from .coordinator_client import CoordinatorClient
 from .deadline import Deadline
 from .introduction import Introduction
-from .messages import ClientHello
+from .messages import ClientHello, DirectWrites
 from .ray_calls import Actor, Ref, wait_for
 
 _INTRODUCTION_S: Final = 30.0  # the world, which has a deadline of its own, is not known before the first answer
@@ -38,6 +39,9 @@ class ClusterLink:
         self.client_id = f"client-{os.getpid()}-{uuid.uuid4().hex[:12]}"
         self._closed = False
         self._is_suspect = False
+        self._numbering = threading.Lock()  # guards the two that follow
+        self._next_call = 0
+        self._writing: set[int] = set()
         self._abandoned: deque[str] = deque()
         self._releases: deque[Ref] = deque()
         introduction = _introduction(coordinator, self.client_id)
@@ -101,6 +105,24 @@ class ClusterLink:
         if introduction is not None:
             self.hellos = introduction.hellos
             self._is_suspect = False
+
+    @contextmanager
+    def writing(self) -> Iterator[int]:
+        """Around a call that writes into arenas itself: its number. Nothing of it is written after the block."""
+        with self._numbering:
+            call = self._next_call
+            self._next_call += 1
+            self._writing.add(call)
+        try:
+            yield call
+        finally:
+            with self._numbering:
+                self._writing.discard(call)
+
+    def direct_writes(self, call: int) -> DirectWrites:
+        """What the coordinator must know to plan for this call."""
+        with self._numbering:
+            return DirectWrites(call, min(self._writing))
 
     def deadline(self) -> Deadline:
         """The deadline of a call that begins now."""

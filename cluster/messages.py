@@ -233,6 +233,17 @@ class ClientHello:
 
 
 @dataclass(frozen=True, slots=True)
+class DirectWrites:
+    """What a client process writes into arenas itself: the number of this call, and the lowest still under way there.
+
+    What was planned for lower ones, in answers that never arrived, that process does not write any more.
+    """
+
+    call: int
+    oldest: int
+
+
+@dataclass(frozen=True, slots=True)
 class RankHello:
     """A rank that is ready to serve."""
 

@@ -33,8 +33,8 @@ class PutPath:
 
     def put(self, requests: Sequence[Request]) -> list[int | Exception]:
         """Per request the leading tokens READY at return, or why it failed."""
-        with self._arenas.call() as deadline:
-            return each_item(requests, self._check_put, lambda items: self._put_batch(items, deadline))
+        with self._arenas.call() as deadline, self._link.writing() as call:
+            return each_item(requests, self._check_put, lambda items: self._put_batch(items, deadline, call))
 
     def _check_put(self, request: Request) -> "_CheckedPut":
         span = check_span(self._link.hasher, request, aligned=True)
@@ -53,11 +53,13 @@ class PutPath:
         }
         return _CheckedPut(span, connectors)
 
-    def _put_batch(self, items: "Sequence[_CheckedPut]", deadline: Deadline) -> list[int | Exception]:
+    def _put_batch(
+        self, items: "Sequence[_CheckedPut]", deadline: Deadline, call: int
+    ) -> list[int | Exception]:
         link = self._link
         wanted = [StoreItem(pack_keys(item.prompt.keys), item.start // link.hasher.chunk_size) for item in items]
         results: dict[int, int | Exception] = {}
-        for indices, planned in store_rounds(link, wanted, deadline, direct=True):
+        for indices, planned in store_rounds(link, wanted, deadline, call=call):
             stored = self._put_planned([items[index] for index in indices], planned, deadline)
             results.update(zip(indices, stored, strict=True))
         return [results[index] for index in range(len(items))]

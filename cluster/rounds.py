@@ -46,14 +46,17 @@ def load_rounds(link: ClusterLink, wanted: Sequence[LoadItem], deadline: Deadlin
 
 
 def store_rounds(
-    link: ClusterLink, wanted: Sequence[StoreItem], deadline: Deadline, *, direct: bool = False
+    link: ClusterLink, wanted: Sequence[StoreItem], deadline: Deadline, *, call: int | None = None
 ) -> Iterator[Round[PlannedStore]]:
-    """Plan stores, those that find no room after waiting for it. After half of the time what fits is stored at once."""
+    """Plan stores, those that find no room after waiting for it. After half of the time what fits is stored at once.
+
+    `call` numbers the call of this process (`ClusterLink.writing`) that writes into arenas itself.
+    """
     waiting = list(range(len(wanted)))
     while waiting:
         planned = link.coordinator.prepare_stores(
             [wanted[index] for index in waiting],
-            direct=direct,
+            direct=None if call is None else link.direct_writes(call),
             patient=link.world.tiers.has_lower and deadline.remaining_s() > deadline.timeout_s / 2,
             timeout_s=deadline.remaining_s(),
         )

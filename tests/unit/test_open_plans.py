@@ -62,3 +62,14 @@ def test_a_dead_client_writes_no_more_and_leaves_nothing_behind() -> None:
     assert [plans.writer_of(generation) for generation in (5, 6, 7)] == [None, None, "alive"]
     assert plans.close(1) == ()
     assert plans.close(2) == [b"b"]
+
+
+def test_calls_that_a_living_writer_has_ended_are_forgotten_with_plans_that_it_never_saw() -> None:
+    """The answer with plan 1 got lost; the writer's next call says that nothing before it is under way any more."""
+    plans = OpenPlans(clock=Clock(), keep_s=10)
+    plans.open(plan(1, 5), [b"a"], "client", call=3)
+    plans.open(plan(2, 6), [b"b"], "client", call=4)
+    plans.open(plan(3, 7), [b"c"], "other", call=0)
+    plans.forget_calls("client", before=4)
+    assert [plans.writer_of(generation) for generation in (5, 6, 7)] == [None, "client", "other"]
+    assert plans.close(1) == () and plans.close(2) == [b"b"]
