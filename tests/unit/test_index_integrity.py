@@ -47,12 +47,12 @@ DAMAGE: dict[str, tuple[Callable[[CacheIndex], object], str]] = {
         lambda index: index.table.generation_of.__setitem__(1, 1 << 60),
         f"generation {1 << 60} is not issued",
     ),
-    "pin without lease": (lambda index: index._leases._pins.__setitem__(1, 1), "slot 1 has 1 pins but 0 leases"),
-    "lease without pin": (lambda index: index._leases._pins.pop(0), "slot 0 has 0 pins but 1 leases"),
-    "answer forgotten": (lambda index: index._ledger.owing.__setitem__(2, 0), "counts 2 unanswered and 1 undecided"),
-    "plan forgotten": (lambda index: index._ledger.stores.clear(), "which is closed"),
+    "pin without lease": (lambda index: index.leases._pins.__setitem__(1, 1), "slot 1 has 1 pins but 0 leases"),
+    "lease without pin": (lambda index: index.leases._pins.pop(0), "slot 0 has 0 pins but 1 leases"),
+    "answer forgotten": (lambda index: index.ledger.owing.__setitem__(2, 0), "counts 2 unanswered and 1 undecided"),
+    "plan forgotten": (lambda index: index.ledger.stores.clear(), "which is closed"),
     "clear forgotten by its slots": (
-        lambda index: index._ledger.clears[index.prepare_clear(keys_of("b")).plan_id].__setattr__("owing", 1),
+        lambda index: index.ledger.clears[index.prepare_clear(keys_of("b")).plan_id].__setattr__("owing", 1),
         "awaits 1, its slots 11",
     ),
 }

@@ -306,7 +306,7 @@ class Simulation:
 
     def check_staging(self) -> None:
         """Memory holds what is leased, on its way or being written, and nothing else."""
-        pinned = self.memory._leases.pinned
+        pinned = self.memory.leases.pinned
         for ref, _ in self.memory.entries():
             is_held = any(ref.slot in backlog for backlog in self.tiers.backlogs.values())
             assert not self.memory.table.is_ready(ref) or is_held or ref.slot in pinned, f"{ref} is kept for nobody"
