@@ -18,14 +18,14 @@ def test_a_cluster_is_not_taken_for_one_whose_name_begins_alike() -> None:
 
 
 def test_a_rank_that_has_not_joined_is_known_by_number_alone() -> None:
-    status = rank_status(2, RankRecord(RankState.STARTING), 1, 0)
+    status = rank_status(2, RankRecord(RankState.STARTING, since=1.0), 0)
     assert (status.worker_id, status.alive, status.slots_total) == (2, False, 0)
     assert status.local_worker_id is status.node_id is status.pid is status.arena_path is None
 
 
 def test_a_rank_is_told_as_it_said_when_it_joined_and_after_its_loss() -> None:
     for state, alive in ((RankState.ALIVE, True), (RankState.LOST, False)):
-        status = rank_status(2, RankRecord(state, HELLO, "why"), 7, 3)
+        status = rank_status(2, RankRecord(state, 1.0, HELLO, "why", start=7), 3)
         assert (status.worker_id, status.local_worker_id, status.local_world_size) == (2, 1, 2)
         assert (status.node_id, status.pid, status.arena_path, status.epoch) == ("node", 99, "/dev/shm/a", 7)
         assert (status.alive, status.slots_used, status.slots_total) == (alive, 3, 8)
