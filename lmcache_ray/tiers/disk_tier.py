@@ -169,6 +169,9 @@ class DiskTier:
         elif not self._judge(self._ask(TierCall("probe_disk"), self._timeout_s)):
             return
         with self._service.at_now() as (index, _):
+            if index.disk is None:
+                return
+            self.health.went_well()
             index.suspended.discard(Tier.DISK)
             index.is_disk_away = False
 
@@ -258,12 +261,10 @@ class DiskTier:
                 self._owed[rank].update(chunks)
 
     def _judge(self, answers: Mapping[int, RankAnswer]) -> bool:
-        """Whether the tier is good, by these answers."""
+        """Whether these answers are good; if not, the tier is out of order until `resume` finds otherwise."""
         problems = problems_of(answers, self._ranks.holders, self._timeout_s)
         if problems:
             self.health.failed(problems[0], self._clock())
-        else:
-            self.health.went_well()
         return not problems
 
 

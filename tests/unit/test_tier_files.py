@@ -156,3 +156,27 @@ def test_generations_of_a_rank_that_was_away_are_not_given_out_again(tmp_path: P
             for path in world.files(0):
                 path.unlink()
     assert len(set(generations)) == 3 and generations == sorted(generations)
+
+
+def test_a_write_that_was_under_way_when_the_disk_failed_does_not_end_the_outage(world: World) -> None:
+    assert world.store(1) == 1
+    world.write_down()
+    world.forget_memory()
+    assert world.store(2) == 1
+    writing = world.ranks.held["write_disk"] = Held()
+    thread = threading.Thread(target=world.write_down)
+    thread.start()
+    assert writing.is_reached.wait(PATIENCE_S)
+    world.ranks.silent = {0}
+    assert world.promote(1) == 0
+    world.ranks.silent = set()
+    writing.may_go_on.set()
+    thread.join(PATIENCE_S)
+    assert world.where(1) == "", "nobody reads from a disk that has just failed"
+    world.now += 60.0
+    world.disk.resume()
+    assert world.where(1) == "d"
+    assert world.store(3) == 1
+    assert world.num_waiting() == 1, "what is stored now goes down again"
+    world.write_down()
+    assert world.num_waiting() == 0
