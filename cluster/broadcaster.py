@@ -4,6 +4,8 @@ Bytes do not go this way. `ClusterChannel` sends rank 0's load plan; ranks on it
 the others rank 0 exports the chunks once into Ray's object store and sends the reference.
 """
 
+import itertools
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +19,7 @@ from ray.exceptions import RayError
 
 from lmcache_ray.broadcast.exchange import described
 from lmcache_ray.broadcast.send_receive import SendReceiveBroadcaster
-from lmcache_ray.broadcast.tags import Aborted, Payload, Tag
+from lmcache_ray.broadcast.tags import Aborted, Call, Payload, Tag
 from lmcache_ray.errors import ArenaError, BroadcastAborted, BroadcastError, ClusterError
 from lmcache_ray.first_rank import FIRST_RANK, ReceivedLoad, SharedLoad
 from lmcache_ray.shard import ArenaSource, ChunkSource, PayloadSource, export_chunks
@@ -38,6 +40,7 @@ class CoordinatorBroadcaster(SendReceiveBroadcaster):
         super().__init__(rank, world_size)
         self._coordinator = coordinator
         self._timeout_s = timeout_s
+        self._numbers = itertools.count()  # of untagged calls
 
     def send_message(self, message: object, *, tag: str | None) -> None:
         """See `SendReceiveBroadcaster.send_message`; the message is pickled."""
@@ -51,7 +54,7 @@ class CoordinatorBroadcaster(SendReceiveBroadcaster):
     def abort(self, reason: str, *, tag: str | None = None) -> None:
         """Receivers of this rank's next untagged call, or of `tag`, raise `BroadcastAborted` with the reason."""
         with _possible():
-            self._coordinator.fail_broadcast(self._rank, tag, reason)
+            self._coordinator.fail_broadcast(self._rank, tag, reason, call=self._call(tag))
 
     def break_session(self, reason: str) -> None:
         """Untagged calls are refused until every rank has been told."""
@@ -62,7 +65,7 @@ class CoordinatorBroadcaster(SendReceiveBroadcaster):
         """As the source: publish `obj`, and with it references to objects in Ray's store."""
         parcel = Parcel(cloudpickle.dumps(obj), tuple(references))
         with _possible():
-            self._coordinator.publish(self._rank, tag, parcel)
+            self._coordinator.publish(self._rank, tag, parcel, call=self._call(tag))
 
     def receive(self, src: int, *, tag: str | None = None) -> tuple[object, tuple[Ref, ...]]:
         """What `src` sent: object and references. Raises `BroadcastAborted`, or `DeadlineError`.
@@ -71,10 +74,11 @@ class CoordinatorBroadcaster(SendReceiveBroadcaster):
         """
         deadline = time.monotonic() + self._timeout_s
         taking: Tag | None = None
+        call = self._call(tag)
         while True:
             wait_s = max(0.0, min(_POLL_S, deadline - time.monotonic()))
             with _possible():
-                taking, result = self._coordinator.take(self._rank, src, tag, taking, wait_s)
+                taking, result = self._coordinator.take(self._rank, src, tag, taking, wait_s, call=call)
             if isinstance(result, Payload):
                 parcel = result.value
                 assert isinstance(parcel, Parcel)
@@ -84,6 +88,10 @@ class CoordinatorBroadcaster(SendReceiveBroadcaster):
             if time.monotonic() >= deadline:
                 with _possible():
                     raise self._coordinator.give_up_broadcast(self._rank, taking)
+
+    def _call(self, tag: str | None) -> Call | None:
+        """A call that begins now, if it has no tag: it may be overtaken on its way by the next one."""
+        return Call(os.getpid(), next(self._numbers)) if tag is None else None
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import ray
 
 from lmcache_ray.broadcast.exchange import Exchange
-from lmcache_ray.broadcast.tags import Tag, TakeResult
+from lmcache_ray.broadcast.tags import Call, Tag, TakeResult
 from lmcache_ray.errors import ClusterError, DeadlineError
 from lmcache_ray.index_service import IndexService
 from lmcache_ray.tiers.assembly import index_maker, open_remote, tier_service, tiered_index
@@ -159,7 +159,7 @@ class Coordinator:
         return run_call(self._core.calls.patient, call)
 
     @ray.method(concurrency_group="tiers")
-    def drain(self, timeout_s: float) -> int:
+    def drain(self, timeout_s: float) -> tuple[int, int]:
         """See `CoordinatorCore.drain`."""
         return self._core.drain(timeout_s)
 
@@ -171,19 +171,21 @@ class Coordinator:
     # -- broadcast ----------------------------------------------------------------------------------------------------
 
     @ray.method(concurrency_group="broadcast")
-    def publish(self, rank: int, name: str | None, parcel: object) -> None:
+    def publish(self, rank: int, name: str | None, parcel: object, call: Call | None) -> None:
         """A source's object; never waits for receivers."""
-        self._core.exchange.publish(parcel, rank, name)
+        self._core.exchange.publish(parcel, rank, name, call=call)
 
     @ray.method(concurrency_group="broadcast")
-    def fail_broadcast(self, rank: int, name: str | None, reason: str) -> None:
+    def fail_broadcast(self, rank: int, name: str | None, reason: str, call: Call | None) -> None:
         """A source's failure, for its receivers."""
-        self._core.exchange.fail(reason, rank, name)
+        self._core.exchange.fail(reason, rank, name, call=call)
 
     @ray.method(concurrency_group="broadcast")
-    def take(self, rank: int, src: int, name: str | None, tag: Tag | None, wait_s: float) -> tuple[Tag, TakeResult]:
+    def take(
+        self, rank: int, src: int, name: str | None, tag: Tag | None, wait_s: float, call: Call | None
+    ) -> tuple[Tag, TakeResult]:
         """Wait at most `wait_s` for a source's object; `tag` is the first answer's, when asking again."""
-        tag = self._core.exchange.begin(rank, src, name) if tag is None else tag
+        tag = self._core.exchange.begin(rank, src, name, call=call) if tag is None else tag
         return tag, self._core.exchange.poll(tag, rank, wait_s)
 
     @ray.method(concurrency_group="broadcast")

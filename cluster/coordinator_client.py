@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
-from lmcache_ray.broadcast.tags import Tag, TakeResult
+from lmcache_ray.broadcast.tags import Call, Tag, TakeResult
 from lmcache_ray.errors import CoordinatorUnavailableError, DeadlineError, UnknownClientError
 from lmcache_ray.tiers.counts import TierClearCounts
 from lmcache_ray.tiers.spec import Tier
@@ -86,9 +86,9 @@ class CoordinatorClient:
         """Raise `IntegrityError` if the index contradicts itself."""
         self._ask("check_integrity")
 
-    def drain(self, *, timeout_s: float) -> int:
-        """Plan no more stores and let those that are planned end; how many have not when the time is over."""
-        answer: int = self._ask("drain", max(0.0, timeout_s - _ANSWER_S), timeout_s=timeout_s)
+    def drain(self, *, timeout_s: float) -> tuple[int, int]:
+        """Plan no more stores, let those that are planned end, and fill the disk; what is left when the time is over."""
+        answer: tuple[int, int] = self._ask("drain", max(0.0, timeout_s - _ANSWER_S), timeout_s=timeout_s)
         return answer
 
     # -- index ----------------------------------------------------------------------------------------------------
@@ -202,17 +202,19 @@ class CoordinatorClient:
 
     # -- broadcast ------------------------------------------------------------------------------------------------
 
-    def publish(self, rank: int, name: str | None, parcel: Parcel) -> None:
+    def publish(self, rank: int, name: str | None, parcel: Parcel, *, call: Call | None) -> None:
         """As the source: an object for the others."""
-        self._ask("publish", rank, name, parcel)
+        self._ask("publish", rank, name, parcel, call)
 
-    def fail_broadcast(self, rank: int, name: str | None, reason: str) -> None:
+    def fail_broadcast(self, rank: int, name: str | None, reason: str, *, call: Call | None) -> None:
         """As the source: its failure."""
-        self._ask("fail_broadcast", rank, name, reason)
+        self._ask("fail_broadcast", rank, name, reason, call)
 
-    def take(self, rank: int, src: int, name: str | None, tag: Tag | None, wait_s: float) -> tuple[Tag, TakeResult]:
+    def take(
+        self, rank: int, src: int, name: str | None, tag: Tag | None, wait_s: float, *, call: Call | None
+    ) -> tuple[Tag, TakeResult]:
         """As a receiver: what the source sent, waiting there at most `wait_s`."""
-        answer: tuple[Tag, TakeResult] = self._ask("take", rank, src, name, tag, wait_s)
+        answer: tuple[Tag, TakeResult] = self._ask("take", rank, src, name, tag, wait_s, call)
         return answer
 
     def give_up_broadcast(self, rank: int, tag: Tag) -> DeadlineError:

@@ -4,6 +4,10 @@ Threads of one process share it directly (`inprocess.py`); a cluster's coordinat
 
 Ranks whose untagged calls are out of step agree again by themselves: a broken session refuses each rank's next call,
 and when every living rank has been told in this way, all count from 0 in a new session.
+
+Calls that come as messages may be overtaken, or not come at all, when their rank has given up waiting for the answer.
+So such a rank numbers its untagged calls itself: one that was overtaken is refused, and where one is missing the
+session is broken, rather than have every later call take another's place.
 """
 
 import threading
@@ -13,7 +17,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from lmcache_ray.broadcast.log import BroadcastLog
-from lmcache_ray.broadcast.tags import Aborted, Epoch, NamedTag, Payload, Pending, SessionTag, Tag, TakeResult
+from lmcache_ray.broadcast.tags import Aborted, Call, Epoch, NamedTag, Payload, Pending, SessionTag, Tag, TakeResult
 from lmcache_ray.errors import BroadcastAborted, DeadlineError
 
 _KEEP_TIMEOUTS: Final = 4
@@ -28,27 +32,33 @@ class Exchange:
         self._log = BroadcastLog(epoch, world_size, ttl_s=timeout_s * _KEEP_TIMEOUTS)
         self._changed = threading.Condition()
         self._num_untagged = [0] * world_size  # calls that each rank has begun in this session
+        self._next_numbers: dict[int, int] = {}  # of the calls of ranks that number them
+        self._processes: dict[int, int] = {}  # of these ranks
         self._told: set[int] = set()  # ranks that know the session to be broken
         self._lost: set[int] = set()
 
-    def begin(self, rank: int, src: int, name: str | None) -> Tag:
-        """What `rank` is about to take from `src`: by name, or as its next untagged call."""
-        with self._changed:
-            return self._tag(rank, src, name)
+    def begin(self, rank: int, src: int, name: str | None, *, call: Call | None = None) -> Tag:
+        """What `rank` is about to take from `src`: by name, or as its next untagged call.
 
-    def publish(self, payload: object, src: int, name: str | None) -> None:
+        `call` numbers untagged calls where they may overtake each other. Raises `BroadcastAborted` for one that was
+        overtaken, or is of a process that does not serve the rank any more; so do the next two.
+        """
+        with self._change():
+            return self._tag(rank, src, name, call)
+
+    def publish(self, payload: object, src: int, name: str | None, *, call: Call | None = None) -> None:
         """The source's payload. Raises `BroadcastAborted` when receivers were told that it will not come."""
         with self._change() as now:
-            tag = self._tag(src, src, name)
+            tag = self._tag(src, src, name, call)
             try:
                 self._log.publish(tag, payload, now)
             finally:
                 self._note_told(tag, src)
 
-    def fail(self, reason: str, src: int, name: str | None) -> None:
+    def fail(self, reason: str, src: int, name: str | None, *, call: Call | None = None) -> None:
         """The source's failure in place of a payload."""
         with self._change() as now:
-            tag = self._tag(src, src, name)
+            tag = self._tag(src, src, name, call)
             self._log.fail(tag, reason, now)
             self._note_told(tag, src)
 
@@ -109,9 +119,12 @@ class Exchange:
             self._log.receiver_lost(rank)
             self._renew_if_all_told()
 
-    def rank_back(self, rank: int) -> None:
-        """A new process or thread serves `rank`. Breaks a session that has begun."""
+    def rank_back(self, rank: int, *, process: int | None = None) -> None:
+        """A new process (of this number) or thread serves `rank`. Breaks a session that has begun."""
         with self._change():
+            self._next_numbers.pop(rank, None)
+            if process is not None:
+                self._processes[rank] = process
             self._lost.discard(rank)
             self._log.source_back(rank)
             self._log.receiver_back(rank)
@@ -125,12 +138,26 @@ class Exchange:
             finally:
                 self._changed.notify_all()
 
-    def _tag(self, rank: int, src: int, name: str | None) -> Tag:
+    def _tag(self, rank: int, src: int, name: str | None, call: Call | None) -> Tag:
         if name is not None:
             return NamedTag(self._log.epoch, src, name)
+        if call is not None:
+            self._check_order(rank, call)
         sequence = self._num_untagged[rank]
         self._num_untagged[rank] += 1
         return SessionTag(self._log.epoch, src, self._log.session, sequence)
+
+    def _check_order(self, rank: int, call: Call) -> None:
+        process, number = call
+        if self._processes.get(rank, process) != process:
+            raise BroadcastAborted(f"untagged call {number} of rank {rank} is of an earlier process")
+        due = self._next_numbers.get(rank, 0)
+        if number < due:
+            raise BroadcastAborted(f"untagged call {number} of rank {rank} came after its call {due - 1}")
+        self._next_numbers[rank] = number + 1
+        if number > due:
+            reason = f"untagged calls {due} to {number - 1} of rank {rank} have not come"
+            self._log.break_session(self._log.session, reason)
 
     def _expired_now(self) -> float:
         now = time.monotonic()

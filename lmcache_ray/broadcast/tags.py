@@ -5,7 +5,7 @@ one of the results.
 """
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 Epoch: TypeAlias = str | int
 
@@ -30,6 +30,13 @@ class SessionTag:
 
 
 Tag: TypeAlias = NamedTag | SessionTag
+
+
+class Call(NamedTuple):
+    """An untagged call of a rank, as that counts them itself: `number` from 0 on, in its process `process`."""
+
+    process: int
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
