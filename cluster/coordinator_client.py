@@ -87,7 +87,7 @@ class CoordinatorClient:
         self._ask("check_integrity")
 
     def drain(self, *, timeout_s: float) -> tuple[int, int]:
-        """Plan no more stores, let those that are planned end, and fill the disk; what is left when the time is over."""
+        """Plan no more stores, let those that are planned end, and fill the disk; what is left over in the end."""
         answer: tuple[int, int] = self._ask("drain", max(0.0, timeout_s - _ANSWER_S), timeout_s=timeout_s)
         return answer
 

@@ -12,6 +12,7 @@ from lmcache_ray.index.plans import ChunkRef
 from lmcache_ray.index.slot_table import COUNTER_BITS
 from lmcache_ray.index_service import IndexService
 from lmcache_ray.tiers.counts import TierClearCounts
+from lmcache_ray.tiers.recovery import not_on_disk, send_down
 from lmcache_ray.tiers.spec import Tier
 from lmcache_ray.tiers.tier_service import TierService
 
@@ -150,17 +151,24 @@ class CoordinatorCore:
             self._recovery.remember(cleared)
         return replace(counts, pending_ranks=tuple(sorted(silent)))
 
-    def drain(self, timeout_s: float) -> int:
-        """Plan no more stores, and wait for those that are planned; how many are still open after `timeout_s`."""
+    def drain(self, timeout_s: float) -> tuple[int, int]:
+        """Plan no more stores, wait for those that are planned, and copy to the disk what is not there.
+
+        The stores that are still open after `timeout_s`, and the chunks that are in memory alone although there is a
+        disk.
+        """
         self._is_draining = True
         deadline = self._clock() + timeout_s
-        while (num_open := self._num_open_stores()) and self._clock() < deadline:
-            self.service.wait_until(lambda index: not index.memory.ledger.stores, _DRAIN_POLL_S)
-        return num_open
-
-    def _num_open_stores(self) -> int:
-        with self.service.at_now() as (index, _):
-            return len(index.memory.ledger.stores)
+        while True:
+            with self.service.at_now() as (index, _):
+                num_open = len(index.memory.ledger.stores)
+                if not num_open:
+                    send_down(index)
+                num_unflushed = 0 if self.tiers.disk is None else len(not_on_disk(index))
+            if not num_open + num_unflushed or self._clock() >= deadline:
+                return num_open, num_unflushed
+            self.service.tell_moved()
+            self.service.wait_until(lambda index: False, _DRAIN_POLL_S)
 
     # -- what is done without being asked -----------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
 """Bringing a cluster up and taking it down: nodes chosen and probed, coordinator and ranks created, started, adopted.
 
 Ranks are placed by hand on chosen nodes and reserve their arena's bytes as Ray `memory`, so that a node never gets
-more arenas than it has memory for. Every wait shares one deadline, and a failure takes everything down again.
+more arenas than it has memory for. The choice is soft: when a node is gone, Ray starts its actors on another. Every
+wait shares one deadline, and a failure takes everything down again.
 """
 
 import contextlib
@@ -32,6 +33,7 @@ _STOP_TIMEOUT_S = 5.0
 _FLUSH_TIMEOUT_S = 30.0
 _POLL_S = 0.02
 _MAX_PENDING_CALLS = 10_000
+_LEAST_NBYTES = 2**20  # an actor that needs nothing is placed at random, whatever node it would rather be on
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +213,7 @@ def _create(plan: LaunchPlan, env_vars: Mapping[str, str]) -> ClusterActors:
         coordinator = coordinator_class.options(
             **common,
             name=coordinator_name(world.name),
+            memory=_LEAST_NBYTES,
             scheduling_strategy=NodeAffinitySchedulingStrategy(plan.node_ids[0], soft=True),
         ).remote(world)
     actors = ClusterActors(world, coordinator, [])
@@ -219,7 +222,7 @@ def _create(plan: LaunchPlan, env_vars: Mapping[str, str]) -> ClusterActors:
             options = {
                 **common,
                 "name": rank_name(world.name, rank),
-                "memory": needs[node_id].arena_nbytes.get(rank, 0) or None,
+                "memory": max(_LEAST_NBYTES, needs[node_id].arena_nbytes.get(rank, 0)),
                 "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=True),
             }
             with _claiming_names(world):

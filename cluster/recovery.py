@@ -16,7 +16,7 @@ from lmcache_ray.index.arena_report import ArenaReport
 from lmcache_ray.index.plans import ChunkRef
 from lmcache_ray.index.recovery import rebuild, restore, settle_returned
 from lmcache_ray.index_service import IndexService
-from lmcache_ray.tiers.recovery import rejoin_memory, send_down
+from lmcache_ray.tiers.recovery import miss_remote, rejoin_memory, send_down
 from lmcache_ray.tiers.tier_service import TierService
 
 from .membership import Membership
@@ -151,7 +151,7 @@ class Recovery:
     def _note_present(self, enlisted: Enlisted) -> None:
         hello = enlisted.hello
         self._keep(lambda record: record.with_start(hello.worker_id, hello.place, hello.pid))
-        self._exchange.rank_back(hello.worker_id)
+        self._exchange.rank_back(hello.worker_id, process=hello.pid)
         self._service.rank_back(hello.worker_id)
         self._membership.joined(hello, self._wall(), start=self._record.starts[hello.worker_id].number)
 
@@ -186,6 +186,8 @@ class Recovery:
             self._tiers.open(timeout_s, may_be_taken=True, is_cleared=self._record.is_cleared_on_disk)
             with self._service.at_now() as (index, _):
                 send_down(index)
+                miss_remote(index)
+                index.trim()
             self._service.tell_moved()
         elif self._tiers.disk is not None:
             self._tiers.disk.take_back(rank, timeout_s)

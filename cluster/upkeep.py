@@ -8,7 +8,6 @@ from typing import Final
 import ray
 
 from lmcache_ray.errors import ConfigError, DeadlineError, LMCacheRayError
-from lmcache_ray.tiers.spec import Tier
 
 from .deadline import Deadline
 from .launch import end_remains
@@ -22,8 +21,8 @@ _POLL_S: Final = 0.05
 class Drained:
     """How a drained cluster ended.
 
-    `open_stores` had not been reported when the time for it was over, and `unflushed` chunks had not been copied to
-    the disk when the cluster was told to end. Both are 0 if all went well.
+    `open_stores` had not been reported when the time for it was over, and `unflushed` chunks were in memory alone, not
+    on the disk that there is, when the cluster was told to end. Both are 0 if all went well.
     """
 
     open_stores: int
@@ -61,9 +60,7 @@ def drain(link: ClusterLink, *, timeout_s: float) -> Drained:
     No store is planned from now on; lookups and retrieves go on until the end. The remote store gets what it gets in
     the time that is left. `timeout_s` is for the waiting; ending takes some seconds more.
     """
-    deadline = Deadline(timeout_s)
-    open_stores = link.coordinator.drain(timeout_s=max(timeout_s / 2, _POLL_S))
-    unflushed = _await_flushed(link, deadline)
+    open_stores, unflushed = link.coordinator.drain(timeout_s=timeout_s)
     end_remains(link.world.name, link.world.namespace)
     return Drained(open_stores, unflushed)
 
@@ -83,15 +80,4 @@ def _await_whole(link: ClusterLink, rank: int, least_epoch: int, deadline: Deadl
         if deadline.remaining_s() == 0:
             why = "; ".join(problems) or "no reason is known"
             raise DeadlineError(f"rank {rank} was not back within {deadline.timeout_s:g} s: {why}")
-        time.sleep(_POLL_S)
-
-
-def _await_flushed(link: ClusterLink, deadline: Deadline) -> int:
-    """Wait until nothing waits for the disk, or it is out of order; the chunks that still wait."""
-    while True:
-        status = link.coordinator.status()
-        disk = status.tiers.get(Tier.DISK.value)
-        waiting = 0 if disk is None else disk.waiting + disk.writing
-        if not waiting or deadline.remaining_s() == 0:
-            return waiting
         time.sleep(_POLL_S)

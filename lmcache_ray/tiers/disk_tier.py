@@ -109,6 +109,8 @@ class DiskTier:
             rejoined = rejoin_disk(index, answer.found.entries)
         self._owe(rejoined.useless, (rank,))
         self.delete(rejoined.lost)
+        self.health.try_soon()  # it was out of order at the latest when the rank died in the middle of a call
+        self._service.tell_moved()
 
     # -- down ---------------------------------------------------------------------------------------------------------
 

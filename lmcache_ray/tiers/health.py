@@ -42,6 +42,10 @@ class TierHealth:
         self._pause_s = min(_LONGEST_PAUSE_S, self._pause_s * 2 or _FIRST_PAUSE_S)
         self._retry_at = now + self._pause_s
 
+    def try_soon(self) -> None:
+        """There is reason to believe that it is in order again: no pause before the next try."""
+        self._retry_at = 0.0
+
     def went_well(self) -> None:
         """A use went well."""
         self._problem = None

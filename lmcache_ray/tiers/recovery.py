@@ -47,14 +47,27 @@ def rejoin_disk(index: TieredIndex, entries: Sequence[tuple[bytes, int]]) -> Dis
 
 
 def send_down(index: TieredIndex) -> None:
-    """After a restart: what is in memory and not on the disk waits for it; the remote store gets it when it is used."""
+    """What is in memory and not on the disk, whatever kept it from there, waits for the disk."""
+    if Tier.DISK in index.backlogs and Tier.DISK not in index.suspended:
+        backlog = index.backlogs[Tier.DISK]
+        idle = [ref for ref in not_on_disk(index) if ref.slot not in backlog]
+        backlog.take_missed(idle)
+        backlog.add(idle)
+
+
+def not_on_disk(index: TieredIndex) -> list[ChunkRef]:
+    """READY chunks of memory that the disk has not, the most recently used first."""
+    return [ref for ref in _ready(index) if not index.is_on_disk(ref.key)]
+
+
+def miss_remote(index: TieredIndex) -> None:
+    """After a restart: the remote store gets what is in memory when it is used, if it has not got it."""
+    if Tier.REMOTE in index.backlogs:
+        backlog = index.backlogs[Tier.REMOTE]
+        backlog.miss(ref for ref in _ready(index) if ref.slot not in backlog)  # others were stored since, and wait
+
+
+def _ready(index: TieredIndex) -> list[ChunkRef]:
     table = index.memory.table
     latest_first = reversed(list(table.policy.candidates()))
-    refs = table.refs([slot for slot in latest_first if table.states[slot] == SlotState.READY])
-    for tier, backlog in index.backlogs.items():
-        idle = [ref for ref in refs if ref.slot not in backlog]  # others were stored since, and wait already
-        if tier is Tier.DISK:
-            backlog.add([ref for ref in idle if not index.is_on_disk(ref.key)])
-        else:
-            backlog.miss(idle)
-    index.trim()
+    return list(table.refs([slot for slot in latest_first if table.states[slot] == SlotState.READY]))

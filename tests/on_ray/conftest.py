@@ -14,7 +14,7 @@ import pytest
 import ray
 
 from cluster.client import CacheCluster
-from cluster.ray_session import alive_node_ids, open_session
+from cluster.ray_session import RaySession, alive_node_ids, open_session
 from lmcache_ray.config import LMCacheEngineConfig
 from tests.on_ray import rank_functions
 
@@ -34,8 +34,8 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def ray_nodes() -> Iterator[list[str]]:
-    """The ids of the two nodes, this process's own first."""
+def ray_session() -> Iterator[RaySession]:
+    """A Ray of two simulated nodes."""
     # A short path: the sockets of Ray's processes lie in it, and the names of sockets may have 107 bytes.
     directory = Path(tempfile.mkdtemp(prefix="lr-", dir="/tmp"))
     (directory / "ray").mkdir()
@@ -47,10 +47,16 @@ def ray_nodes() -> Iterator[list[str]]:
         session = open_session(NAMESPACE, num_nodes=NUM_NODES)
         rank_functions.ship_by_value()
         try:
-            yield alive_node_ids()
+            yield session
         finally:
             session.close()
             shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def ray_nodes(ray_session: RaySession) -> list[str]:
+    """The ids of the two nodes, this process's own first."""
+    return alive_node_ids()
 
 
 @pytest.fixture(scope="module")

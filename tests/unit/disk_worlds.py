@@ -147,7 +147,8 @@ class DiskWorld:
         return len(positions)
 
     def files(self, prompt: Prompt, rank: int) -> list[Path]:
-        """The one file of each of the prompt's chunks; what else is called like it is no file."""
+        """The one file of each of the prompt's chunks, once all is written; what else is called like it is no file."""
+        self.flush()
         directory = self.root / rank_directory(self.world.layout.fingerprint, rank)
         keys = self.world.engines[0].prompt(prompt.tokens).keys
         named = [(directory / leaf_directory(key)).glob(f"{key.hex()}.*.kv") for key in keys]
