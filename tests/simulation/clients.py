@@ -13,6 +13,7 @@ import numpy as np
 
 from cluster.messages import (
     ClientHello,
+    DirectWrites,
     LoadItem,
     LookupItem,
     PlannedLoad,
@@ -87,6 +88,8 @@ class Client:
         self._hellos: list[RankHello] = []
         self._maps: dict[int, tuple[ArenaFile, EngineShard]] = {}
         self._num_leases = 0
+        self._num_puts = 0
+        self._putting: set[int] = set()
         self.liveness = Liveness(name, process)
         self._path = f"/{node.name}/{name}"
         node.liveness[self._path] = self.liveness
@@ -103,7 +106,12 @@ class Client:
     def lookup(self, prompt: Prompt, *, lease_id: str | None = None) -> int:
         """Leading chunks that are cached."""
         item = LookupItem(pack_keys(prompt.keys), lease_id)
-        (count,) = self._decide("lookup", self.name, [item], tuple(Tier), timeout_s=self._world.call_timeout_s)
+        deadline = Deadline(self._scheduler, self._world.call_timeout_s)
+        (count,) = self._decide("lookup", self.name, [item], tuple(Tier), timeout_s=deadline.left_s())
+        if self._world.tiers.remote is not None and count < len(prompt.keys):
+            (count,) = self._decide_patiently(
+                "look_further", self.name, [item.keys], [count], timeout_s=deadline.left_s()
+            )
         return int(count)
 
     def release(self, lease_id: str) -> None:
@@ -125,7 +133,7 @@ class Client:
     def store(self, prompt: Prompt) -> int:
         """Have every holder write its rows; leading chunks READY at the end."""
         deadline = Deadline(self._scheduler, self._world.call_timeout_s)
-        plan = self._plan_store(prompt, deadline, direct=False)
+        plan = self._plan_store(prompt, deadline, None)
         refs = plan.refs.unpack()
         written: dict[int, Any] = {}
         if refs:
@@ -135,8 +143,17 @@ class Client:
 
     def put(self, prompt: Prompt) -> int:
         """Write into the arenas of this node, and send to the others; leading chunks READY at the end."""
+        self._num_puts += 1
+        number = self._num_puts
+        self._putting.add(number)
+        try:
+            return self._put(prompt, number)
+        finally:
+            self._putting.discard(number)
+
+    def _put(self, prompt: Prompt, number: int) -> int:
         deadline = Deadline(self._scheduler, self._world.call_timeout_s)
-        plan = self._plan_store(prompt, deadline, direct=True)
+        plan = self._plan_store(prompt, deadline, number)
         refs = plan.refs.unpack()
         written: dict[int, Any] = {}
         if refs:
@@ -201,9 +218,11 @@ class Client:
 
     # -- parts of stores ----------------------------------------------------------------------------------------------
 
-    def _plan_store(self, prompt: Prompt, deadline: Deadline, *, direct: bool) -> PlannedStore:
+    def _plan_store(self, prompt: Prompt, deadline: Deadline, number: int | None) -> PlannedStore:
+        """A plan; `number` is that of a put."""
         item = StoreItem(pack_keys(prompt.keys), 0)
         while True:
+            direct = None if number is None else DirectWrites(number, min(self._putting))
             patient = self._world.tiers.has_lower and deadline.left_s() > deadline.timeout_s / 2
             (plan,) = self._decide("prepare_stores", self.name, [item], direct, patient, timeout_s=deadline.left_s())
             if not plan.must_wait:
@@ -214,10 +233,15 @@ class Client:
 
     def _write_here(self, rank: int, refs: Sequence[ChunkRef]) -> Any:
         mapped = self._map(rank)
-        if mapped is None:
+        if mapped is None or any(ref.generation < mapped[0].floor for ref in refs):
             return [False] * len(refs)
         rows = Rows(self._copying, self._contents, rank, [ref.key for ref in refs])
-        return mapped[1].store(refs, rows.rows(), rows)
+        generations = {ref.generation for ref in refs}
+        self.liveness.writing |= generations
+        try:
+            return mapped[1].store(refs, rows.rows(), rows)
+        finally:
+            self.liveness.writing -= generations
 
     def _bytes(self, refs: Sequence[ChunkRef], rank: int) -> np.ndarray:
         return np.array([self._contents.of(ref.key, rank) for ref in refs])

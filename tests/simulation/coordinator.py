@@ -13,10 +13,10 @@ from cluster.core import CoordinatorCore
 from cluster.housekeeping import Housekeeping
 from cluster.messages import ClientHello, RankHello
 from cluster.rank_port import Enlisted, Enlistment
-from cluster.record import RecordKeeper
+from cluster.record import MissedClear, RecordKeeper
 from cluster.world import WorldSpec
 from lmcache_ray.broadcast.exchange import Exchange
-from lmcache_ray.broadcast.tags import Tag, TakeResult
+from lmcache_ray.broadcast.tags import Call, Tag, TakeResult
 from lmcache_ray.errors import DeadlineError, LMCacheRayError, RankUnavailableError
 from lmcache_ray.index.plans import ChunkRef
 from lmcache_ray.index_service import IndexService
@@ -114,6 +114,10 @@ class SimulatedRankCalls:
         """See `RankPort`."""
         calls = dict.fromkeys(ranks, ("free_slots", tuple(refs), self._epoch))
         return list(self._ask(calls, self._clear_timeout_s))
+
+    def forget(self, ranks: Sequence[int], clear: MissedClear) -> Collection[int]:
+        """See `RankPort`."""
+        return list(self._ask(dict.fromkeys(ranks, ("forget", clear, self._epoch)), self._clear_timeout_s))
 
     def settle(self, refs: Mapping[int, Sequence[ChunkRef]]) -> dict[int, list[ChunkRef]]:
         """See `RankPort`."""
@@ -263,14 +267,20 @@ class SimulatedCoordinator:
             watch.answer = self.core.calls.patient[name](*arguments)
         return watch.answer
 
-    def publish(self, rank: int, name: str | None, parcel: object) -> None:
+    def publish(self, rank: int, name: str | None, parcel: object, call: Call | None) -> None:
         """A source's object."""
-        self.core.exchange.publish(parcel, rank, name)
+        self.core.exchange.publish(parcel, rank, name, call=call)
 
-    def take(self, rank: int, src: int, name: str | None, tag: Tag | None, wait_s: float) -> tuple[Tag, TakeResult]:
+    def take(
+        self, rank: int, src: int, name: str | None, tag: Tag | None, wait_s: float, call: Call | None
+    ) -> tuple[Tag, TakeResult]:
         """A receiver asks for it."""
-        tag = self.core.exchange.begin(rank, src, name) if tag is None else tag
+        tag = self.core.exchange.begin(rank, src, name, call=call) if tag is None else tag
         return tag, self.core.exchange.poll(tag, rank, wait_s)
+
+    def break_broadcasts(self, reason: str) -> None:
+        """A rank was sent what was not for it."""
+        self.core.exchange.break_session(reason)
 
     def give_up_broadcast(self, rank: int, tag: Tag) -> DeadlineError:
         """A receiver's deadline has passed."""

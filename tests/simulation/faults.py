@@ -38,7 +38,10 @@ class Fault(Enum):
     CLOCK_JUMP = "the clock jumps forward"
 
 
-_LATE_S: Final = 6.0
+_SLOWEST_S: Final = 12.0
+_RATES: Final = (0.002, 0.01, 0.05)
+_OFTEN: Final = (0.01, 0.05, 0.2)
+"""For what does harm only if something else happens at the same time."""
 _ALWAYS_SOME: Final = 0.5  # of the kinds are there in one world
 
 
@@ -48,7 +51,11 @@ class Faults:
     def __init__(self, rng: Random) -> None:
         self._rng = rng
         self.happened: Counter[Fault] = Counter()
-        self._rates = {fault: rng.choice((0.002, 0.01, 0.05)) for fault in Fault if rng.random() < _ALWAYS_SOME}
+        self._rates = {
+            fault: rng.choice(_OFTEN if fault is Fault.COPY_SLOW else _RATES)
+            for fault in Fault
+            if rng.random() < _ALWAYS_SOME
+        }
         self._is_on = True
 
     def __contains__(self, fault: object) -> bool:
@@ -77,7 +84,7 @@ class Faults:
     def slowness(self, fault: Fault) -> float:
         """What something takes that may be slow, in seconds: mostly next to nothing."""
         if self.strikes(fault):
-            return self._rng.random() * _LATE_S
+            return self._rng.random() ** 2 * _SLOWEST_S
         return 0.0 if self._rng.random() < 0.7 else self._rng.random() * 0.02
 
     def weights(self, kinds: dict[Fault, float]) -> dict[Fault, float]:

@@ -28,11 +28,13 @@ class ArenaFile:
 
 @dataclass(slots=True)
 class Liveness:
-    """A client's liveness file: it is locked while the process lives, and says what its views hold."""
+    """A client's liveness file: it is locked while the process lives, and says what its views hold, and which
+    generations it may be writing itself."""
 
     client_id: str
     process: Process
     holds: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    writing: set[int] = field(default_factory=set)
 
     @property
     def is_alive(self) -> bool:

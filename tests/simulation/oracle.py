@@ -74,6 +74,12 @@ class Oracle:
         for item, count in zip(items, watch.answer, strict=True):
             self._found(watch, unpack_keys(item.keys)[:count])
 
+    def _note_look_further(
+        self, watch: Watch, client: str, prompts: Sequence[bytes], num_cached: Sequence[int], wait_s: float
+    ) -> None:
+        for keys, before, count in zip(prompts, num_cached, watch.answer, strict=True):
+            self._found(watch, unpack_keys(keys)[before:count])
+
     def _note_prepare_loads(self, watch: Watch, client: str, items: Sequence[LoadItem]) -> None:
         plans: Sequence[PlannedLoad] = watch.answer
         for plan in plans:
@@ -91,7 +97,7 @@ class Oracle:
     # -- stores -------------------------------------------------------------------------------------------------------
 
     def _note_prepare_stores(
-        self, watch: Watch, client: str, items: Sequence[StoreItem], direct: bool = False, patient: bool = False
+        self, watch: Watch, client: str, items: Sequence[StoreItem], direct: object = None, patient: bool = False
     ) -> None:
         plans: Sequence[PlannedStore] = watch.answer
         for item, plan in zip(items, plans, strict=True):

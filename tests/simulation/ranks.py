@@ -12,7 +12,9 @@ import numpy as np
 
 from cluster.messages import RankHello
 from cluster.rank_port import Enlisted, Enlistment
+from cluster.record import MissedClear
 from cluster.world import WorldSpec
+from lmcache_ray.arena.slots import WordState
 from lmcache_ray.arena.spec import ArenaGeometry
 from lmcache_ray.errors import RankUnavailableError, StaleEpochError
 from lmcache_ray.index.arena_report import ArenaReport
@@ -57,12 +59,14 @@ class SimulatedRank:
         self.arena: ArenaFile | None = None
         self.shard: EngineShard | None = None
         self.has_attached = False
+        self.num_untagged = 0
+        """Its broadcasts without a tag."""
         self._parts = parts
         self._is_started = False
         self._tiers: RankTiers | None = None
         self._epoch = 0
         self._floor = 0
-        self._witnesses: list[str] = []
+        self._writing: dict[int, int] = {}
         self._hello: RankHello | None = None
 
     # -- control ------------------------------------------------------------------------------------------------------
@@ -97,10 +101,28 @@ class SimulatedRank:
         self._own_shard().free(refs)
         return True
 
-    def settle(self, refs: Sequence[ChunkRef], epoch: int) -> list[bool]:
-        """See `Rank.settle`."""
+    def forget(self, clear: MissedClear, epoch: int) -> bool:
+        """See `Rank.forget`."""
         self._check_epoch(epoch)
-        return self._own_shard().settle(refs)
+        shard = self._own_shard()
+        held = [ChunkRef(found.key, found.slot, found.generation) for found in shard.slots.committed()]
+        shard.free([ref for ref in held if clear.covers(ref)])
+        return True
+
+    def settle(self, refs: Sequence[ChunkRef], epoch: int) -> list[bool]:
+        """See `Rank.settle`: what a living client may still be writing is not settled."""
+        self._check_epoch(epoch)
+        shard = self._own_shard()
+        settled = {ref for ref in refs if not self._may_be_a_clients(shard, ref)}
+        done = dict(zip(settled, shard.settle(list(settled)), strict=True))
+        return [done.get(ref, False) for ref in refs]
+
+    def _may_be_a_clients(self, shard: EngineShard, ref: ChunkRef) -> bool:
+        word = shard.slots.word(ref.slot)
+        if word != (ref.generation, WordState.WRITING) or ref.generation >= self._floor:
+            return False
+        clients = self.node.liveness.values()
+        return any(client.is_alive and ref.generation in client.writing for client in clients)
 
     def is_client_dead(self, path: str) -> bool:
         """Whether the process that had this file locked has ended."""
@@ -120,8 +142,8 @@ class SimulatedRank:
 
     def store(self, refs: Sequence[ChunkRef]) -> list[bool]:
         """Copy rows into slots; a flag a chunk."""
-        rows = self._rows(refs)
-        return self._own_shard().store(refs, rows.rows(), rows)
+        rows, shard = self._rows(refs), self._own_shard()
+        return self._write(refs, lambda: shard.store(refs, rows.rows(), rows))
 
     def take_in(self, refs: Sequence[ChunkRef], data: np.ndarray) -> list[bool]:
         """Copy bytes that came with the call into slots; a flag a chunk."""
@@ -130,7 +152,19 @@ class SimulatedRank:
             self._parts.copying.write(slot, data[position])
             return CHUNK_SIZE
 
-        return self._own_shard().fill(refs, copy)
+        shard = self._own_shard()
+        return self._write(refs, lambda: shard.fill(refs, copy))
+
+    def _write(self, refs: Sequence[ChunkRef], write: Callable[[], list[bool]]) -> list[bool]:
+        if any(ref.generation < self._floor for ref in refs):
+            return [False] * len(refs)
+        mine = {ref.generation: ref.slot for ref in refs}
+        self._writing.update(mine)
+        try:
+            return write()
+        finally:
+            for generation in mine:
+                self._writing.pop(generation, None)
 
     def load(self, refs: Sequence[ChunkRef], payload: Payload | None) -> list[bool]:
         """Copy chunks into rows, and look whether those called good are so; a flag a chunk."""
@@ -168,11 +202,12 @@ class SimulatedRank:
         if self.shard is None:
             return ArenaReport()
         assert self.arena is not None
-        self.arena.floor = max(floor, self.arena.floor)
+        self._floor = self.arena.floor = max(floor, self.arena.floor)
         viewed = tuple(view for one in self.node.liveness.values() if one.is_alive for view in one.viewed())
         committed = tuple(ChunkRef(one.key, one.slot, one.generation) for one in self.shard.slots.committed())
         words = [(slot, self.shard.slots.word(slot)) for slot in range(self.shard.slots.num_slots)]
-        unfinished = tuple((slot, word.generation) for slot, word in words if word.state == 1)
+        writing = {(slot, word.generation) for slot, word in words if word.state == WordState.WRITING}
+        unfinished = tuple(sorted(writing | {(slot, generation) for generation, slot in self._writing.items()}))
         return ArenaReport(committed, unfinished, viewed)
 
     def _source(self, payload: Payload | None) -> ChunkSource:

@@ -3,15 +3,18 @@
 from collections.abc import Callable
 from typing import Final
 
+from lmcache_ray.errors import LMCacheRayError
 from lmcache_ray.tiers.spec import Tier
+from tests.simulation.clients import Client
 from tests.simulation.copying import Violation
 from tests.simulation.values import Prompt, short
 from tests.simulation.world import World
 
 _LONGEST_S: Final = 300.0
 _STEP_S: Final = 1.0
-_NOTICE_S: Final = 3.0
-"""Until all ends are known, and rounds were made since."""
+_BETWEEN_PUTS_S: Final = 15.0
+_NOTICE_S: Final = 5.0
+"""Until all ends are known, and late messages have come."""
 _CALL_S: Final = 6.0
 
 
@@ -27,12 +30,25 @@ def come_to_rest(world: World) -> None:
         client.close_views()
     end = world.scheduler.now + _LONGEST_S
     world.scheduler.run_until(world.scheduler.now + _NOTICE_S)
+    last_puts_at = world.scheduler.now
     while unrest := _unrest(world):
         if world.scheduler.now >= end:
             raise Violation(f"after {_LONGEST_S:g} s without a mishap there is no rest: {'; '.join(unrest)}")
+        if world.scheduler.now >= last_puts_at:
+            last_puts_at = world.scheduler.now + _BETWEEN_PUTS_S
+            for client in world.living_clients():
+                world.scheduler.spawn(client.process, "put", lambda client=client: _put_once_more(world, client))
         world.scheduler.run_until(world.scheduler.now + _STEP_S)
     _look_for_what_was_stored(world)
     _use_everything(world)
+
+
+def _put_once_more(world: World, client: Client) -> None:
+    """A client's next put tells which of its earlier ones are over."""
+    try:
+        client.put(world.rng.choice(world.shape.prompts))
+    except LMCacheRayError as error:
+        world.story.tell(client.name, "put: %s", error)
 
 
 def _unrest(world: World) -> list[str]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Final
 
 from cluster.messages import StoreDone, StoreItem, pack_flags, pack_keys
-from lmcache_ray.broadcast.tags import Aborted, Payload, Tag
+from lmcache_ray.broadcast.tags import Aborted, Call, Payload, Tag
 from lmcache_ray.errors import DeadlineError, LMCacheRayError
 from lmcache_ray.index_service import rank_client
 from tests.simulation.copying import Violation
@@ -31,6 +31,7 @@ class Together:
     def __init__(self, world: World) -> None:
         self._world = world
         self._num_steps = 0
+        self._has_failed = False
         self._waiting: dict[int, tuple[SimulatedRank, deque[tuple[str, Step]]]] = {}
 
     def store(self, prompt: Prompt) -> None:
@@ -41,7 +42,7 @@ class Together:
         """One rank sends, the others receive."""
         self._num_steps += 1
         what, name = f"step {self._num_steps}", f"tag {self._num_steps}" if is_named else None
-        self._begin(f"broadcast {what}", lambda rank, _: self._broadcast(rank, src, name, what))
+        self._begin(f"broadcast {what}", lambda rank, serving: self._broadcast(rank, serving, src, name, what))
 
     # -- one rank's part ----------------------------------------------------------------------------------------------
 
@@ -56,26 +57,39 @@ class Together:
         (count,) = network.call(coordinator, "decide", "complete", [done], timeout_s=_STEP_S)
         return count
 
-    def _broadcast(self, rank: int, src: int, name: str | None, what: str) -> object:
+    def _broadcast(self, rank: int, serving: SimulatedRank, src: int, name: str | None, what: str) -> object:
+        call = None
+        if name is None:
+            call = Call(serving.pid, serving.num_untagged)
+            serving.num_untagged += 1
         if rank == src:
-            self._ask("publish", rank, name, what)
+            self._ask("publish", rank, name, what, call)
             return what
-        return self._receive(rank, src, name, what)
+        return self._receive(rank, src, name, call, what)
 
-    def _receive(self, rank: int, src: int, name: str | None, what: str) -> str:
+    def _receive(self, rank: int, src: int, name: str | None, call: Call | None, what: str) -> str:
         until = self._world.scheduler.now + _STEP_S
         tag: Tag | None = None
         while True:
             wait_s = max(0.0, min(_POLL_S, until - self._world.scheduler.now))
-            tag, result = self._ask("take", rank, src, name, tag, wait_s)
+            tag, result = self._ask("take", rank, src, name, tag, wait_s, call)
             if isinstance(result, Payload):
-                if result.value != what:
-                    raise Violation(f"rank {rank} was sent {result.value} where {what} was due")
-                return what
+                return self._checked(str(result.value), what, rank, is_named=name is not None)
             if isinstance(result, Aborted):
+                self._has_failed = True
                 return f"aborted: {result.reason}"
             if self._world.scheduler.now >= until:
                 raise self._ask("give_up_broadcast", rank, tag)
+
+    def _checked(self, received: str, what: str, rank: int, *, is_named: bool) -> str:
+        """What was received. Ranks that have once been out of step tell by the object that they are so again."""
+        if received == what:
+            return what
+        if is_named or not self._has_failed:
+            raise Violation(f"rank {rank} was sent {received} where {what} was due")
+        self._world.happened["an object of another step was refused"] += 1
+        self._ask("break_broadcasts", f"rank {rank} was sent {received} where {what} was due")
+        return f"refused {received}"
 
     def _ask(self, method: str, *arguments: object) -> object:
         pending = self._world.network.send(self._world.coordinator, method, *arguments, reliably=True)
@@ -106,6 +120,7 @@ class Together:
                 self._world.happened[what.rsplit(maxsplit=1)[0]] += 1
                 self._world.story.tell(name, "%s: %s", what, outcome)
             except (LMCacheRayError, DeadlineError) as error:
+                self._has_failed = True
                 self._world.happened[type(error).__name__] += 1
                 self._world.story.tell(name, "%s: %s: %s", what, type(error).__name__, error)
         del self._waiting[rank]
