@@ -39,9 +39,10 @@ class Clients:
             return list(self._known.values())
 
     @contextmanager
-    def while_known(self, client_id: str) -> Iterator[None]:
-        """The client is not forgotten within the block. Raises `UnknownClientError` if it is not known."""
+    def while_known(self, client_id: str) -> Iterator[ClientHello]:
+        """The client, not forgotten within the block. Raises `UnknownClientError` if it is not known."""
         with self._lock:
-            if client_id not in self._known:
+            hello = self._known.get(client_id)
+            if hello is None:
                 raise UnknownClientError(f"client {client_id!r} is not registered with this coordinator")
-            yield
+            yield hello

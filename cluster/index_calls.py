@@ -147,8 +147,9 @@ class IndexCalls:
     def _prepare_loads(self, client: str, items: Sequence[LoadItem], *, may_wait: bool) -> list[PlannedLoad]:
         if not any(item.keep for item in items):
             return [self._prepare_load(client, item, may_wait=may_wait, may_keep=False) for item in items]
-        with self._clients.while_known(client):  # a lease kept for nobody would never end
-            return [self._prepare_load(client, item, may_wait=may_wait, may_keep=True) for item in items]
+        with self._clients.while_known(client) as hello:  # a lease kept for nobody would never end
+            may_keep = hello.liveness_path is not None
+            return [self._prepare_load(client, item, may_wait=may_wait, may_keep=may_keep) for item in items]
 
     def _prepare_load(self, client: str, item: LoadItem, *, may_wait: bool, may_keep: bool) -> PlannedLoad:
         keys = unpack_keys(item.keys)
@@ -172,16 +173,18 @@ class IndexCalls:
     ) -> list[PlannedStore]:
         """Reserve slots for what each prompt has that nobody has yet.
 
-        `direct`: the client process may write slots itself, so only its own word or its end settles them. `patient`:
-        where chunks that wait for the disk leave no room, the answer is to wait, not to leave something out.
+        `direct`: the client process may write slots itself, so only its own word or its end settles them; one whose end
+        cannot be proven has no arena on its node. `patient`: where chunks that wait for the disk leave no room, the
+        answer is to wait, not to leave something out.
         """
         if not self._can_serve() or not self._may_store():
             return [_NO_STORE] * len(items)
         if direct is None:
             return self._plan_stores(client, items, None, patient=patient)
         self._plans.forget_calls(client, before=direct.oldest)
-        with self._clients.while_known(client):  # a writer that nobody knows could never be proven dead
-            return self._plan_stores(client, items, direct, patient=patient)
+        with self._clients.while_known(client) as hello:  # a writer that nobody knows could never be proven dead
+            writes = direct if hello.liveness_path is not None else None
+            return self._plan_stores(client, items, writes, patient=patient)
 
     def _plan_stores(
         self, client: str, items: Sequence[StoreItem], direct: DirectWrites | None, *, patient: bool
