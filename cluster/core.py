@@ -9,7 +9,7 @@ from typing import Final
 
 from lmcache_ray.broadcast.exchange import Exchange
 from lmcache_ray.index.plans import ChunkRef
-from lmcache_ray.index.slot_table import COUNTER_BITS
+from lmcache_ray.index.slot_table import COUNTER_BITS, SlotState, SlotTable
 from lmcache_ray.index_service import IndexService
 from lmcache_ray.tiers.counts import TierClearCounts
 from lmcache_ray.tiers.recovery import not_on_disk, send_down
@@ -141,8 +141,7 @@ class CoordinatorCore:
         holders = self.world.layout.holders
         silent = set(counts.pending_ranks) if self.can_serve() else set(holders)
         with self.service.at_now() as (index, _):
-            table, leased = index.memory.table, index.memory.leases.pinned
-            kept = frozenset((slot, table.generation_of[slot]) for slot in leased)
+            kept = _still_cached(index.memory.table, keys, before)
         cleared = MissedClear(before, None if keys is None else frozenset(keys), kept, tuple(tiers))
         if Tier.CPU in tiers:
             present = [rank for rank in holders if rank not in silent]
@@ -197,6 +196,10 @@ class CoordinatorCore:
         for rank in alive:
             self.membership.pinged(rank, answered=rank in answering)
 
+    def follow_views(self) -> None:
+        """See `Recovery.follow_views`."""
+        self._recovery.follow_views()
+
     def finish_clears(self) -> None:
         """See `Recovery.finish_clears`."""
         self._recovery.finish_clears()
@@ -222,6 +225,12 @@ class CoordinatorCore:
     def _forget_client(self, client_id: str) -> None:
         self.service.drop_client(client_id)
         self.plans.forget_writer(client_id)
+
+
+def _still_cached(table: SlotTable, keys: Sequence[bytes] | None, before: int) -> frozenset[tuple[int, int]]:
+    """(slot, generation) of what a clear has left, since it was leased."""
+    slots = table.slots_in(SlotState.READY) if keys is None else table.ready_among(keys)
+    return frozenset((slot, table.generation_of[slot]) for slot in slots if table.generation_of[slot] < before)
 
 
 def first_generation(epoch: int) -> int:

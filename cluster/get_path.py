@@ -15,7 +15,7 @@ import numpy as np
 
 from lmcache_ray.connector.base import KVConnector
 from lmcache_ray.connector.dense import DenseConnector
-from lmcache_ray.errors import ArenaError, RankUnavailableError
+from lmcache_ray.errors import ArenaError, CapacityError, RankUnavailableError
 from lmcache_ray.index.plans import ChunkRef
 from lmcache_ray.shard import ArenaSource, ChunkSource, PayloadSource, leading, read_chunks
 
@@ -164,12 +164,17 @@ class GetPath:
     def _view_batch(self, items: Sequence[CheckedSpan], deadline: Deadline) -> list[CachedViews]:
         link = self._link
         lease_ids = [link.lease_names.for_load() for _ in items]
-        keep = any(link.is_here(rank) for rank in link.world.layout.holders)
+        epochs = self._arenas.epochs()
+        keep = bool(epochs) and link.liveness is not None
         views: dict[int, CachedViews] = {}
         try:
             for indices, planned in load_rounds(link, self._loads(items, lease_ids, keep=keep), deadline):
                 viewed = self._view_planned(
-                    [items[index] for index in indices], [lease_ids[index] for index in indices], planned, deadline
+                    [items[index] for index in indices],
+                    [lease_ids[index] for index in indices],
+                    planned,
+                    epochs,
+                    deadline,
                 )
                 views.update(zip(indices, viewed, strict=True))
         except BaseException:
@@ -185,15 +190,11 @@ class GetPath:
         items: Sequence[CheckedSpan],
         lease_ids: Sequence[str],
         planned: Sequence[PlannedLoad],
+        epochs: Mapping[int, int],
         deadline: Deadline,
     ) -> list[CachedViews]:
-        link = self._link
-
-        def release(lease_id: str) -> None:
-            link.release([lease_id])
-
         leases = [
-            ViewLease(lease_id, release=release, abandon=link.abandon) if plan.is_kept else None
+            self._held(lease_id, plan, epochs) if plan.is_kept else None
             for lease_id, plan in zip(lease_ids, planned, strict=True)
         ]
         try:
@@ -208,6 +209,36 @@ class GetPath:
             raise
         finally:
             self._end_loads(lease_ids, planned)
+
+    def _held(self, lease_id: str, plan: PlannedLoad, epochs: Mapping[int, int]) -> ViewLease | None:
+        """The lease of views, noted where the next coordinator finds it; None if that has come since `epochs`.
+
+        The order matters: first the note, then the look (see `arena/liveness.py`).
+        """
+        link, liveness = self._link, self._link.liveness
+        held = [(ref.slot, ref.generation) for ref in plan.refs.unpack()]
+
+        def release(lease_id: str) -> None:
+            link.release([lease_id])
+            if liveness is not None:
+                liveness.let_go(held)
+
+        def abandon(lease_id: str) -> None:
+            link.abandon(lease_id)
+            if liveness is not None:
+                liveness.let_go(held)
+
+        try:
+            if liveness is not None:
+                liveness.hold(held)
+        except CapacityError:  # without the note there are no views, only copies
+            link.release([lease_id])
+            return None
+        lease = ViewLease(lease_id, release=release, abandon=abandon)
+        if self._arenas.epochs() != epochs:
+            lease.close()
+            return None
+        return lease
 
     def _viewed(self, found: _Found, lease: ViewLease | None, exports: Mapping[int, Payload]) -> CachedViews:
         """Views of the ranks whose arenas can be mapped under the lease, copies of the others."""

@@ -67,6 +67,7 @@ class Housekeeping:
             self._core.drop_dead_clients()
             self._core.ping_ranks()
             self._core.finish_clears()
+            self._core.follow_views()
         self._core.exchange.expire()
         self._core.settle()
         self._core.plans.prune()

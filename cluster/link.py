@@ -70,6 +70,8 @@ class ClusterLink:
             self._refresh()
         if self._abandoned:
             self._release_abandoned()
+        if self.liveness is not None:
+            self.liveness.tidy()
         if self._releases:
             self._wait_for_releases()
         return self._coordinator
@@ -178,7 +180,13 @@ class ClusterLink:
     def _make_liveness(self) -> LivenessFile | None:
         if not any(self.is_here(rank) for rank in range(len(self.hellos))):
             return None
-        return LivenessFile.create(self.world.arena_dir, self.world.namespace, self.world.name, self.client_id)
+        return LivenessFile.create(
+            self.world.arena_dir,
+            self.world.namespace,
+            self.world.name,
+            self.client_id,
+            num_slots=self.world.num_slots,
+        )
 
 
 def _introduction(coordinator: Actor, client_id: str) -> Introduction:

@@ -7,13 +7,14 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from lmcache_ray.arena.copy_on_write import CopyOnWriteMaps
 from lmcache_ray.arena.mapped import ArenaMap
 from lmcache_ray.errors import ArenaError, ClosedError
+from lmcache_ray.index.slot_table import COUNTER_BITS
 from lmcache_ray.shard import EngineShard
 
 from .deadline import Deadline
@@ -61,8 +62,14 @@ class LocalArenas:
                 self._changed.notify_all()
 
     def of_rank(self, rank: int) -> LocalArena:
-        """The arena of a rank of this node. Raises `ArenaError` if it cannot be mapped."""
+        """The arena of a rank of this node. Raises `ArenaError` if it cannot be mapped.
+
+        One that was made anew, since the rank could not take over its predecessor's, is mapped anew.
+        """
         with self._changed:
+            if rank in self._maps and not self._maps[rank].mapped.is_published():
+                self._maps.pop(rank).mapped.close()
+                self._link.suspect()
             if rank not in self._maps:
                 path = self._link.hellos[rank].arena_path
                 if path is None:
@@ -70,6 +77,14 @@ class LocalArenas:
                 mapped = ArenaMap.open(path, expected_fingerprint=self._link.world.layout.fingerprint)
                 self._maps[rank] = LocalArena(mapped, EngineShard(mapped.slots), CopyOnWriteMaps(mapped.copy_on_write))
             return self._maps[rank]
+
+    def epochs(self) -> dict[int, int]:
+        """Per rank of this node, the epoch of the coordinator that it serves; ranks out of reach are left out."""
+        found: dict[int, int] = {}
+        for rank in filter(self._link.is_here, self._link.world.layout.holders):
+            with suppress(ArenaError):
+                found[rank] = self.of_rank(rank).mapped.slots.floor >> COUNTER_BITS
+        return found
 
     def run_together(self, jobs: Sequence[Callable[[], Result]], *, nbytes: int) -> list[Result]:
         """Run copies of `nbytes` in all side by side; their results, or the first error. All have ended then.

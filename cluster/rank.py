@@ -6,19 +6,19 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from lmcache_ray.arena.arena import Arena
-from lmcache_ray.arena.liveness import LivenessFile
+from lmcache_ray.arena.liveness import LivenessFile, LivingClient, any_alive, living_clients
 from lmcache_ray.arena.mapped import ArenaMap
 from lmcache_ray.arena.sweep import sweep
 from lmcache_ray.build import arena_spec
 from lmcache_ray.connector.base import KVConnector
 from lmcache_ray.errors import ArenaError, RankUnavailableError
-from lmcache_ray.index.arena_report import ArenaReport
+from lmcache_ray.index.arena_report import ArenaReport, ViewedSlots
 from lmcache_ray.index.plans import ChunkRef
 from lmcache_ray.metadata import LMCacheMetadata
 from lmcache_ray.shard import ArenaSource, ChunkSource, EngineShard, PayloadSource, export_chunks, read_chunks
@@ -63,6 +63,7 @@ class Rank:
         self._tiers: RankTiers | None = None
         self._lock = threading.Lock()
         self._maps: dict[str, ArenaMap] = {}
+        self._writers: tuple[Path, ...] = ()  # liveness files of the clients that lived at the latest fence
         if setup.place.worker_id in world.layout.holders:
             spec = arena_spec(
                 world.layout,
@@ -73,11 +74,8 @@ class Rank:
             )
             # First what may be refused on this node: a file that exists by then would be left behind.
             remote = open_remote(world.tiers.remote, world.layout, scope=world.hasher().scope(), origin=world.life)
-            if may_attach:
-                with suppress(ArenaError):
-                    self._arena = Arena.attach(spec, world.arena_dir, node_id=setup.place.node_id, now=time.time())
-            if self._arena is None:
-                self._arena = Arena.create(spec, world.arena_dir, node_id=setup.place.node_id, now=time.time())
+            make = Arena.attach_or_create if may_attach else Arena.create
+            self._arena = make(spec, world.arena_dir, node_id=setup.place.node_id, now=time.time())
             self.shard = EngineShard(self._arena.slots)
             self._tiers = RankTiers(
                 self.shard,
@@ -94,12 +92,24 @@ class Rank:
         return str(self._arena.path) if self._arena is not None else None
 
     def fence(self, floor: int, *, wait_s: float) -> ArenaReport:
-        """From now on no write below the generation `floor` begins or commits; what the arena holds then."""
+        """From now on no write below the generation `floor` begins or commits; what the arena holds then.
+
+        Writes under way in this process may end within `wait_s`.
+        """
         if self.shard is None:
             return ArenaReport()
+        self.shard.fence(floor, wait_s=wait_s)
+        clients = self._living_clients()  # after the floor has risen: see `arena/liveness.py`
+        self._writers = tuple(client.path for client in clients)
         return ArenaReport(
-            committed=tuple(ChunkRef(held.key, held.slot, held.generation) for held in self.shard.slots.committed())
+            committed=tuple(ChunkRef(held.key, held.slot, held.generation) for held in self.shard.slots.committed()),
+            unfinished=tuple(self.shard.unfinished()),
+            viewed=_viewed(clients),
         )
+
+    def viewed(self) -> tuple[ViewedSlots, ...]:
+        """What views of living clients on this node show now."""
+        return _viewed(self._living_clients())
 
     def step(self, loads: Sequence[LoadTask], stores: Sequence[StoreTask], payload: Payload | None) -> StepResult:
         """Carry out loads, then stores. `payload` has the chunks of load tasks that name a `payload_start`.
@@ -138,8 +148,22 @@ class Rank:
             self.shard.free([ref for ref in held if is_cleared(ref)])
 
     def settle(self, refs: PackedRefs) -> bytes:
-        """A flag byte per ref: whether it is certain that this process does not and will not write it."""
-        return pack_flags(self._own_shard().settle(refs.unpack()))
+        """A flag byte per ref: whether it is certain that its slot is not and will not be written for it.
+
+        What was WRITING before the latest fence, and not here, may be a client's that lived then: it is certain when
+        the slot's word has changed, or all those clients have ended.
+        """
+        shard, unpacked = self._own_shard(), refs.unpack()
+        foreign = {
+            slot
+            for slot, generation in shard.slots.unfinished()
+            if generation < shard.slots.floor and not shard.is_writing(slot)
+        }
+        if foreign and not any_alive(self._writers):
+            foreign.clear()
+        idle = [ref for ref in unpacked if ref.slot not in foreign]
+        settled = dict(zip(idle, shard.settle(idle), strict=True))
+        return pack_flags([settled.get(ref, False) for ref in unpacked])
 
     def is_client_dead(self, liveness_path: str) -> bool:
         """Whether the process that kept this file locked has ended."""
@@ -186,6 +210,9 @@ class Rank:
             world.arena_dir, world.namespace, world.name, restart_window_s=world.restart_window_s, now=time.time()
         )
 
+    def _living_clients(self) -> list[LivingClient]:
+        return living_clients(self.world.arena_dir, self.world.namespace, self.world.name)
+
     def _load(self, task: LoadTask, payload: Payload | None) -> list[bool]:
         refs = task.refs.unpack()
         try:
@@ -207,3 +234,11 @@ class Rank:
         if self.shard is None:
             raise RankUnavailableError(f"rank {self.place.worker_id} holds no chunks in this world")
         return self.shard
+
+
+def _viewed(clients: Sequence[LivingClient]) -> tuple[ViewedSlots, ...]:
+    return tuple(
+        ViewedSlots(client.client_id, f"views/{client.client_id}", client.held, str(client.path))
+        for client in clients
+        if client.held
+    )

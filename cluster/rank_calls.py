@@ -13,6 +13,7 @@ import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from lmcache_ray.errors import LMCacheRayError
+from lmcache_ray.index.arena_report import ViewedSlots
 from lmcache_ray.index.plans import ChunkRef
 
 from .deadline import Deadline
@@ -121,6 +122,11 @@ class RankCalls:
         """One packed `TierCall` a rank; the packed answers of those that gave one in time."""
         answers = self._ask({rank: ("tier_call", packed, self._epoch) for rank, packed in calls.items()}, timeout_s)
         return {rank: answer for rank, answer in answers.items() if isinstance(answer, bytes)}
+
+    def viewed(self, ranks: Sequence[int]) -> dict[int, tuple[ViewedSlots, ...]]:
+        """See `RankPort`."""
+        answers = self._ask(dict.fromkeys(ranks, ("viewed",)), _HOUSEKEEPING_S)
+        return {rank: unpack(answer) for rank, answer in answers.items() if isinstance(answer, bytes)}
 
     def ping(self, ranks: Sequence[int]) -> list[int]:
         """See `RankPort`."""

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from lmcache_ray.index.arena_report import ArenaReport
+from lmcache_ray.index.arena_report import ArenaReport, ViewedSlots
 from lmcache_ray.index.plans import ChunkRef
 
 from .messages import RankHello
@@ -58,6 +58,10 @@ class RankPort(Protocol):
 
     def settle(self, refs: Mapping[int, Sequence[ChunkRef]]) -> dict[int, list[ChunkRef]]:
         """Have each rank end its writes; per rank the refs that it proves it does not and will not write."""
+        ...
+
+    def viewed(self, ranks: Sequence[int]) -> dict[int, tuple[ViewedSlots, ...]]:
+        """What views of living clients on these ranks' nodes show now, by rank; the silent are left out."""
         ...
 
     def ping(self, ranks: Sequence[int]) -> Collection[int]:

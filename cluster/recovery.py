@@ -8,13 +8,14 @@ empty until every holder has answered; until then nothing is planned, and nothin
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 from lmcache_ray.broadcast.exchange import Exchange
 from lmcache_ray.errors import LMCacheRayError, RankUnavailableError
-from lmcache_ray.index.arena_report import ArenaReport
+from lmcache_ray.index.arena_report import ArenaReport, ViewedSlots
 from lmcache_ray.index.plans import ChunkRef
-from lmcache_ray.index.recovery import rebuild, restore, settle_returned
+from lmcache_ray.index.recovery import hold_views, rebuild, restore, settle_returned
 from lmcache_ray.index_service import IndexService
 from lmcache_ray.tiers.recovery import miss_remote, rejoin_memory, send_down
 from lmcache_ray.tiers.tier_service import TierService
@@ -61,6 +62,7 @@ class Recovery:
         self._is_rebuilt = not has_returned
         self._are_tiers_open = False
         self._reports: dict[int, ArenaReport] = {}
+        self._restored_views: dict[str, ViewedSlots] = {}
         if has_returned:
             exchange.break_session(_RETURNED)
             for rank in membership.absent():
@@ -122,6 +124,23 @@ class Recovery:
         done = [clear for clear in clears if len(self._ranks.forget(holders, clear)) == len(holders)]
         self._keep(lambda record: record.without(done))
 
+    def follow_views(self) -> None:
+        """Leases of views that an earlier coordinator granted: let them hold what their clients still show.
+
+        A client knows them by names that this coordinator has never heard, so it cannot release them one by one.
+        """
+        if not self._restored_views:
+            return
+        holders = [rank for rank in self._world.layout.holders if self._membership.is_alive(rank)]
+        found = self._ranks.viewed(holders)
+        if len(found) < len(self._world.layout.holders):
+            return  # who does not answer may know of one
+        now_shown = {view.lease_id: view for views in found.values() for view in views}
+        current = [now_shown.get(lease_id, gone) for lease_id, gone in self._restored_views.items()]
+        with self._service.at_now() as (index, now):
+            hold_views(index.memory, current, now=now)
+        self._restored_views = {view.lease_id: replace(view, slots=()) for view in current if view.slots}
+
     # -- parts --------------------------------------------------------------------------------------------------------
 
     def _enlistment(self, rank: int, node_id: str) -> Enlistment:
@@ -169,6 +188,7 @@ class Recovery:
         self._free(rebuilt.useless)
         with self._service.at_now() as (index, now):
             restore(index.memory, rebuilt, now=now)
+        self._restored_views = {view.lease_id: replace(view, slots=()) for view in rebuilt.viewed}
         self._reports.clear()
         self._is_rebuilt = True
 

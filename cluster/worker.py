@@ -158,6 +158,11 @@ class RankWorker:
         return self._started().settle(refs)
 
     @ray.method(concurrency_group="control")
+    def viewed(self) -> bytes:
+        """See `Rank.viewed`; packed."""
+        return pack(self._started().viewed())
+
+    @ray.method(concurrency_group="control")
     def is_client_dead(self, liveness_path: str) -> bool:
         """See `Rank.is_client_dead`."""
         return self._started().is_client_dead(liveness_path)

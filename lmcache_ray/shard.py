@@ -78,7 +78,8 @@ class EngineShard:
     def __init__(self, slots: ArenaSlots) -> None:
         self._slots = slots
         self._lock = threading.Lock()
-        self._in_progress: set[int] = set()
+        self._ended = threading.Condition(self._lock)
+        self._in_progress: dict[int, int] = {}  # generation -> slot
 
     @property
     def slots(self) -> ArenaSlots:
@@ -115,11 +116,34 @@ class EngineShard:
         return self._write(refs, fill)
 
     def settle(self, refs: Sequence[ChunkRef]) -> list[bool]:
-        """Make sure that `refs` are not and never will be written here; per ref False while it is being written."""
+        """Make sure that `refs` are not and never will be written here; per ref False while its slot is written."""
         with self._lock:
-            idle = [ref.generation not in self._in_progress for ref in refs]
+            busy = set(self._in_progress.values())
+            idle = [ref.slot not in busy for ref in refs]
             self._drop(ref for ref, is_idle in zip(refs, idle, strict=True) if is_idle)
         return idle
+
+    def fence(self, floor: int, *, wait_s: float) -> None:
+        """Let no write below the generation `floor` begin or commit, here or in any process that maps the arena.
+
+        Those under way in this process may end within `wait_s`; what is still under way then ends without a commit.
+        """
+        self._slots.raise_floor(floor)
+        with self._lock:
+            self._ended.wait_for(lambda: all(generation >= floor for generation in self._in_progress), wait_s)
+            for generation, slot in self._in_progress.items():
+                if generation < floor:
+                    self._slots.abort(slot, generation)
+
+    def unfinished(self) -> list[tuple[int, int]]:
+        """(slot, generation) wherever bytes may still be written: WRITING slots, and those of threads here."""
+        with self._lock:
+            return list({*self._slots.unfinished(), *((slot, of) for of, slot in self._in_progress.items())})
+
+    def is_writing(self, slot: int) -> bool:
+        """Whether a thread of this process writes the slot."""
+        with self._lock:
+            return slot in self._in_progress.values()
 
     def free(self, refs: Sequence[ChunkRef]) -> None:
         """Drop these chunks, written or not: none of them is here now, and none can be committed any more.
@@ -136,14 +160,15 @@ class EngineShard:
 
     def _write(self, refs: Sequence[ChunkRef], fill: Callable[[int, np.ndarray], int]) -> list[bool]:
         """`fill(position, data)` writes one chunk's bytes and answers its number of tokens."""
-        generations = [ref.generation for ref in refs]
         with self._lock:
-            self._in_progress.update(generations)
+            self._in_progress.update((ref.generation, ref.slot) for ref in refs)
         try:
             return [self._write_one(position, ref, fill) for position, ref in enumerate(refs)]
         finally:
             with self._lock:
-                self._in_progress.difference_update(generations)
+                for ref in refs:
+                    self._in_progress.pop(ref.generation, None)
+                self._ended.notify_all()
 
     def _write_one(self, position: int, ref: ChunkRef, fill: Callable[[int, np.ndarray], int]) -> bool:
         slots = self._slots

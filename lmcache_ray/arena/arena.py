@@ -75,13 +75,14 @@ class Arena:
 
     @classmethod
     def attach(cls, spec: ArenaSpec, directory: str | Path, *, node_id: str, now: float) -> "Arena":
-        """Take over the arena of a dead owner, with every chunk that was committed in it.
+        """Take over the arena of a dead owner of this node, with every chunk that was committed in it.
 
-        Unfinished writes and slots with a damaged record become FREE and keep their generation.
+        Slots with a damaged record become FREE and keep their generation. Unfinished writes stay as they are, since
+        clients write, too.
 
         :raises ArenaLockedError: a living process owns it.
-        :raises ArenaError: there is none, it cannot be trusted, it was made before the last boot, or it is not of
-            this `spec`; the file is left as it was.
+        :raises ArenaError: there is none, it cannot be trusted, it was made before the last boot or on another node, or
+            it is not of this `spec`; the file is left as it was.
         """
         path = arena_path(directory, spec.namespace, spec.name, spec.rank)
         try:
@@ -90,9 +91,9 @@ class Arena:
                 if lock is None:
                     raise _locked_error(path)
                 undo.callback(lock.release)
-                _check_same(read_header(lock.fd, path), spec, path)
+                _check_same(read_header(lock.fd, path), spec, path, node_id)
                 mapped = ArenaMap.open(path, expected_fingerprint=spec.fingerprint)
-                mapped.slots.free_unfinished()
+                mapped.slots.free_damaged()
                 os.pwrite(lock.fd, pack_owner(current_owner(node_id)), OWNER_OFFSET)
                 mapped.beat(now)
                 undo.pop_all()
@@ -101,6 +102,19 @@ class Arena:
             raise
         except OSError as error:
             raise ArenaError(f"cannot attach to arena {path}: {error}") from error
+
+    @classmethod
+    def attach_or_create(cls, spec: ArenaSpec, directory: str | Path, *, node_id: str, now: float) -> "Arena":
+        """`attach` if there is an arena that can be taken over, else `create`, which replaces one that cannot.
+
+        :raises ArenaLockedError: a living process owns the arena of that name.
+        """
+        try:
+            return cls.attach(spec, directory, node_id=node_id, now=now)
+        except ArenaLockedError:
+            raise
+        except ArenaError:
+            return cls.create(spec, directory, node_id=node_id, now=now)
 
     @property
     def path(self) -> Path:
@@ -213,7 +227,7 @@ def _publish(lock: FileLock, path: Path) -> None:
     raise ArenaError(f"cannot publish arena {path}: others did so {_MAX_ATTEMPTS} times and died")
 
 
-def _check_same(header: ArenaHeader, spec: ArenaSpec, path: Path) -> None:
+def _check_same(header: ArenaHeader, spec: ArenaSpec, path: Path, node_id: str) -> None:
     differing = [
         f"{field.name} is {getattr(header.spec, field.name)!r}, not {getattr(spec, field.name)!r}"
         for field in fields(spec)
@@ -221,6 +235,8 @@ def _check_same(header: ArenaHeader, spec: ArenaSpec, path: Path) -> None:
     ]
     if differing:
         raise ArenaError(f"arena {path} is another one than wanted: {'; '.join(differing)}")
+    if header.owner.node_id != node_id:
+        raise ArenaError(f"arena {path} is of node {header.owner.node_id!r}, not of {node_id!r}")
     if header.boot_id != boot_id():
         raise ArenaError(f"arena {path} was made before the last boot of this machine: its memory cannot be trusted")
 

@@ -1,9 +1,10 @@
 """The first page of an arena file as bytes: what the file is, who owns it, when the owner last lived. Pure.
 
-Three parts, because three hands write them::
+Four parts, written at different times::
 
     0     identity    written once, before the file is published; never changes
     2048  owner       rewritten by a successor that takes the file over
+    4080  floor       one 8-byte word: writes of generations below it are refused; it only rises
     4088  heartbeat   one 8-byte word that the owner refreshes for as long as it lives
 
 Identity and owner carry a CRC each, so a page that was half written, or is not ours, is named as such. The heartbeat
@@ -20,7 +21,7 @@ from typing import Final
 from lmcache_ray.arena.spec import HEADER_NBYTES, ArenaGeometry, ArenaSpec
 from lmcache_ray.errors import ArenaError
 
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
 OWNER_OFFSET: Final = 2048
 HEARTBEAT_OFFSET: Final = HEADER_NBYTES - 8
 

@@ -13,6 +13,11 @@ Writing, by the one process that holds the live plan for the slot::
     begin_write: WRITING(g)   ->   data   ->   commit: record, then COMMITTED(g)
                                               abort:  FREE(g)
 
+Neither step is taken for a generation below the arena's *floor*, which its owner raises when those who planned such
+writes have been replaced. `begin_write` looks at the floor once more after it has written the word: a writer that was
+stopped between the two, however long, then writes no byte. One that was stopped later is still WRITING, for the owner
+to see, and its slot is not used again before it has ended.
+
 Reading, by anyone, with key and generation from a plan::
 
     holds(slot, g, key)   ->   copy the data   ->   is_committed(slot, g), else throw the copy away
@@ -36,7 +41,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lmcache_ray.arena.spec import RECORD_NBYTES, WORD_NBYTES, ArenaGeometry
+from lmcache_ray.arena.spec import FLOOR_OFFSET, RECORD_NBYTES, WORD_NBYTES, ArenaGeometry
 from lmcache_ray.errors import ArenaError, IntegrityError, ProtocolError
 from lmcache_ray.keys import KEY_NBYTES
 
@@ -89,7 +94,7 @@ class ArenaSlots:
     `ProtocolError` everywhere.
     """
 
-    __slots__ = ("_data", "_num_slots", "_records", "_slot_nbytes", "_word_array", "_words")
+    __slots__ = ("_data", "_floor", "_num_slots", "_records", "_slot_nbytes", "_word_array", "_words")
 
     def __init__(self, buffer: memoryview, geometry: ArenaGeometry) -> None:
         """`buffer` is the whole arena file, writable, its address a multiple of 8."""
@@ -99,6 +104,7 @@ class ArenaSlots:
         self._num_slots = count
         self._slot_nbytes = geometry.slot_nbytes
         self._words = buffer[words : words + count * WORD_NBYTES].cast("Q")
+        self._floor = buffer[FLOOR_OFFSET : FLOOR_OFFSET + WORD_NBYTES].cast("Q")
         self._records = buffer[records : records + count * RECORD_NBYTES]
         self._word_array: npt.NDArray[np.uint64] = np.frombuffer(buffer, np.uint64, count, words)
         data = np.frombuffer(buffer, np.uint8, offset=geometry.data_offset)
@@ -119,12 +125,21 @@ class ArenaSlots:
         """Slots that hold a chunk at this moment."""
         return int(np.count_nonzero(self._word_array & _STATE_MASK == _COMMITTED))
 
+    @property
+    def floor(self) -> int:
+        """The lowest generation that may be written at this moment."""
+        return self._floor[0]
+
+    def raise_floor(self, generation: int) -> None:
+        """Refuse all writes below `generation` from now on, in every process. For the arena's owner; never falls."""
+        self._floor[0] = max(self._floor[0], generation)
+
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def begin_write(self, slot: int, generation: int) -> None:
         """Make the slot WRITING(generation), whatever it was; its former content is gone for every reader.
 
-        :raises ProtocolError: `generation` is not newer than the slot's.
+        :raises ProtocolError: `generation` is not newer than the slot's, or below the floor.
         """
         current = self._word(slot) >> _STATE_BITS
         if not current < generation <= MAX_GENERATION:
@@ -132,7 +147,12 @@ class ArenaSlots:
                 f"slot {slot} cannot be written with generation {generation}: "
                 f"it must be newer than the slot's, {current}, and at most {MAX_GENERATION}"
             )
+        if generation < self._floor[0]:
+            raise self._below_floor(slot, generation)
         self._words[slot] = generation << _STATE_BITS | _WRITING
+        if generation < self._floor[0]:  # it rose between the look and the word
+            self._words[slot] = generation << _STATE_BITS
+            raise self._below_floor(slot, generation)
 
     def data(self, slot: int) -> npt.NDArray[np.uint8]:
         """The slot's bytes, ``[slot_nbytes]``, not copied. Write them only between `begin_write` and `commit`."""
@@ -145,7 +165,7 @@ class ArenaSlots:
         """Publish the slot's data as the chunk `key` of `num_tokens` tokens.
 
         :raises ProtocolError: the slot is not WRITING(generation), or `key` or `num_tokens` cannot be recorded; nothing
-            is changed then.
+            is changed then. Or the floor has risen above the generation; the slot is FREE then.
         """
         if self._word(slot) != generation << _STATE_BITS | _WRITING:
             raise ProtocolError(f"slot {slot} cannot be committed: it is {self.word(slot)}, not WRITING({generation})")
@@ -154,6 +174,9 @@ class ArenaSlots:
                 f"slot {slot} cannot be committed: a chunk has a key of {KEY_NBYTES} bytes and 1 to {MAX_TOKENS} "
                 f"tokens; got {len(key)} bytes and {num_tokens} tokens"
             )
+        if generation < self._floor[0]:
+            self._words[slot] = generation << _STATE_BITS
+            raise self._below_floor(slot, generation)
         body = _BODY.pack(key, num_tokens, generation)
         _RECORD.pack_into(self._records, slot * RECORD_NBYTES, body, zlib.crc32(body))
         self._words[slot] = generation << _STATE_BITS | _COMMITTED
@@ -217,15 +240,21 @@ class ArenaSlots:
 
     # -- repair and self-check ----------------------------------------------------------------------------------------
 
-    def free_unfinished(self) -> list[int]:
-        """Free, keeping generations, every slot whose write was not finished or whose record is damaged; their numbers.
+    def free_damaged(self) -> list[int]:
+        """Free, keeping generations, every slot whose word or record contradicts itself; their numbers.
 
-        For an owner that has just taken over the arena of a dead one.
+        For an owner that has just taken over the arena of a dead one. What is WRITING stays so: its writer may be
+        another process, and live.
         """
-        freed = [slot for slot in self._used_slots() if self.word(slot).state == _WRITING or self._defect(slot)]
+        freed = [slot for slot in self._used_slots() if self._defect(slot)]
         for slot in freed:
             self._words[slot] &= ~_STATE_MASK
         return freed
+
+    def unfinished(self) -> list[tuple[int, int]]:
+        """(slot, generation) of every slot that is WRITING at this moment."""
+        slots = [int(slot) for slot in np.flatnonzero(self._word_array & _STATE_MASK == _WRITING)]
+        return [(slot, word.generation) for slot in slots if (word := self.word(slot)).state == _WRITING]
 
     def check_integrity(self) -> None:
         """Look at every slot. Meaningful while nobody writes.
@@ -258,6 +287,12 @@ class ArenaSlots:
         if word.state == _COMMITTED and self._record(slot, word.generation) is None:
             return f"slot {slot}: {word}, but its record is damaged or of another generation"
         return ""
+
+    def _below_floor(self, slot: int, generation: int) -> ProtocolError:
+        return ProtocolError(
+            f"slot {slot} is not written with generation {generation}: who planned that has been replaced, and "
+            f"generations begin at {self.floor} now"
+        )
 
     def _no_such_slot(self, slot: int) -> ProtocolError:
         return ProtocolError(f"slot {slot} does not exist: the arena has {self._num_slots} slots, counted from 0")

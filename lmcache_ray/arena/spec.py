@@ -16,6 +16,7 @@ from lmcache_ray.errors import ArenaError
 from lmcache_ray.layout import ALIGNMENT
 
 HEADER_NBYTES: Final = 4096
+FLOOR_OFFSET: Final = HEADER_NBYTES - 16
 WORD_NBYTES: Final = 8
 RECORD_NBYTES: Final = 64
 FINGERPRINT_NBYTES: Final = 32

@@ -7,11 +7,15 @@ from lmcache_ray.index.plans import ChunkRef
 
 @dataclass(frozen=True, slots=True)
 class ViewedSlots:
-    """Slots (slot, generation) that views of a living client process show under one lease; they must not change."""
+    """Slots (slot, generation) that views of a living client process show; they must not change until it lets go.
+
+    `lease_id` stands for all its views together, and `liveness_path` is the file that proves its end.
+    """
 
     client_id: str
     lease_id: str
     slots: tuple[tuple[int, int], ...]
+    liveness_path: str = ""
 
 
 @dataclass(frozen=True, slots=True)

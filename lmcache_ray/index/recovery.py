@@ -74,10 +74,18 @@ def restore(index: CacheIndex, rebuilt: Rebuilt, *, now: float) -> None:
     index.table.restore(sorted((*rebuilt.kept, *rebuilt.orphans), key=_generation), list(rebuilt.unfinished))
     for ref, ranks in rebuilt.unfinished.items():
         index.ledger.owing[ref.slot] = sum(index.ledger.bit_of[rank] for rank in ranks)
-    for view in rebuilt.viewed:
-        held = [slot for slot, generation in view.slots if _is_ready(index, slot, generation)]
-        index.leases.hold(view.lease_id, view.client_id, held, now)
-        index.leases.keep(view.lease_id, max_slots=index.table.capacity)
+    hold_views(index, rebuilt.viewed, now=now)
+
+
+def hold_views(index: CacheIndex, viewed: Sequence[ViewedSlots], *, now: float) -> None:
+    """Let each of these leases of views hold exactly the slots that its client still shows; none ends it."""
+    shown: dict[tuple[str, str], list[int]] = {}
+    for view in viewed:  # several ranks may report one client
+        slots = shown.setdefault((view.lease_id, view.client_id), [])
+        slots += [slot for slot, generation in view.slots if _is_ready(index, slot, generation)]
+    for (lease_id, client_id), held in shown.items():
+        index.leases.hold(lease_id, client_id, dict.fromkeys(held), now)
+        index.leases.keep(lease_id, max_slots=index.table.capacity)
 
 
 def rejoin(index: CacheIndex, rank: int, report: ArenaReport) -> Rejoined:

@@ -93,9 +93,14 @@ class RankTiers:
     # -- disk ---------------------------------------------------------------------------------------------------------
 
     def open_disk(self) -> RankAnswer:
-        """Open the rank's directory, if it is not open, and say what is in it."""
+        """Open the rank's directory, if it is not open, and say what is in it.
+
+        Files that are being written meanwhile come to nothing: whoever asked for them does not count them any more.
+        """
         if self._spec is None:
             return RankAnswer(problem="no disk is configured")
+        with self._lock:
+            self._wanted.clear()
         with self._opening:
             self._threads.check_open()
             try:

@@ -79,8 +79,8 @@ def test_a_flipped_bit_anywhere_is_noticed(offset: int) -> None:
 
 def test_other_versions_foreign_and_short_files_are_named() -> None:
     page = bytearray(pack_header(HEADER))
-    page[8] = 2
-    with pytest.raises(ArenaError, match="version 2"):
+    page[8] = 1
+    with pytest.raises(ArenaError, match="version 1"):
         unpack_header(bytes(page), SIZE, "f")
     with pytest.raises(ArenaError, match="not an arena"):
         unpack_header(bytes(HEADER_NBYTES), SIZE, "f")

@@ -15,7 +15,7 @@ from lmcache_ray.arena.lock import lock_existing
 from lmcache_ray.arena.mapped import ArenaMap, read_header
 from lmcache_ray.arena.names import arena_path
 from lmcache_ray.arena.process import is_alive, process_start_ticks
-from lmcache_ray.arena.slots import CommittedSlot, SlotWord, WordState
+from lmcache_ray.arena.slots import CommittedSlot
 from lmcache_ray.arena.spec import ArenaGeometry, ArenaSpec
 from lmcache_ray.errors import ArenaError, ArenaLockedError, ClosedError
 
@@ -29,7 +29,7 @@ def create(directory: Path, spec: ArenaSpec = SPEC) -> Arena:
 
 
 def attach(directory: Path, spec: ArenaSpec = SPEC) -> Arena:
-    return Arena.attach(spec, directory, node_id="node-2", now=200.0)
+    return Arena.attach(spec, directory, node_id="node-1", now=200.0)
 
 
 def store(arena: Arena, slot: int, generation: int, fill: int) -> None:
@@ -105,7 +105,7 @@ def test_a_dead_owners_arena_is_replaced_by_an_empty_one(tmp_path: Path) -> None
         assert peer.slots.holds(0, 1, KEY) and not peer.is_published(), "a mapping outlives its file's name"
 
 
-def test_a_successor_keeps_chunks_and_frees_unfinished_writes(tmp_path: Path) -> None:
+def test_a_successor_keeps_chunks_and_leaves_unfinished_writes_to_their_writers(tmp_path: Path) -> None:
     arena = create(tmp_path)
     store(arena, 0, 5, 7)
     arena.slots.begin_write(1, 6)
@@ -113,9 +113,9 @@ def test_a_successor_keeps_chunks_and_frees_unfinished_writes(tmp_path: Path) ->
     with attach(tmp_path) as successor:
         assert list(successor.slots.committed()) == [CommittedSlot(0, 5, KEY, 16)]
         assert set(successor.slots.data(0).tolist()) == {7}
-        assert successor.slots.word(1) == SlotWord(6, WordState.FREE)
+        assert successor.slots.unfinished() == [(1, 6)]
         with ArenaMap.open(successor.path, expected_fingerprint=FINGERPRINT) as peer:
-            assert peer.owner.node_id == "node-2"
+            assert peer.owner.pid == os.getpid()
 
 
 @pytest.mark.parametrize(
@@ -245,3 +245,33 @@ def test_a_client_is_alive_until_it_closes(tmp_path: Path) -> None:
         LivenessFile.create(tmp_path, "ns", "cluster", "client 2").close()
     client.close()
     assert not LivenessFile.is_alive(path) and not path.exists()
+
+
+def test_an_arena_of_another_node_is_not_taken_over_but_made_anew(tmp_path: Path) -> None:
+    """Simulated nodes share one directory; what another node's memory held is gone with the node."""
+    arena = create(tmp_path)
+    store(arena, 0, 5, 7)
+    arena.close(unlink=False)
+    with pytest.raises(ArenaError, match="is of node 'node-1', not of 'node-2'"):
+        Arena.attach(SPEC, tmp_path, node_id="node-2", now=200.0)
+    with Arena.attach_or_create(SPEC, tmp_path, node_id="node-2", now=200.0) as fresh:
+        assert fresh.slots.num_committed == 0
+
+
+def test_attach_or_create_takes_over_what_it_can_trust_and_replaces_the_rest(tmp_path: Path) -> None:
+    def take() -> Arena:
+        return Arena.attach_or_create(SPEC, tmp_path, node_id="node-1", now=200.0)
+
+    with take() as arena, pytest.raises(ArenaLockedError):
+        take()
+    arena = take()
+    store(arena, 0, 5, 7)
+    arena.slots.raise_floor(6)
+    arena.close(unlink=False)
+    with take() as successor:
+        assert list(successor.slots.committed()) == [CommittedSlot(0, 5, KEY, 16)] and successor.slots.floor == 6
+        successor.close(unlink=False)
+    with successor.path.open("r+b") as file:
+        file.write(b"damaged!")
+    with take() as fresh:
+        assert fresh.slots.num_committed == 0

@@ -185,17 +185,20 @@ def test_check_integrity_lists_all_contradictions(slots: ArenaSlots, file_bytes:
         slots.check_integrity()
 
 
-def test_free_unfinished_keeps_whole_chunks_and_every_generation(slots: ArenaSlots, file_bytes: bytearray) -> None:
+def test_what_is_damaged_is_freed_and_what_is_being_written_is_left_alone(
+    slots: ArenaSlots, file_bytes: bytearray
+) -> None:
     store(slots, 0, 10)
     store(slots, 1, 11)
     slots.begin_write(2, 12)
     file_bytes[GEOMETRY.words_offset + 8 * 3] = 13 << 2 | 3
     file_bytes[RECORDS + 64] ^= 1
-    assert slots.free_unfinished() == [1, 2, 3]
+    assert slots.free_damaged() == [1, 3]
+    assert slots.unfinished() == [(2, 12)]
     assert [slots.word(slot) for slot in range(5)] == [
         SlotWord(10, WordState.COMMITTED),
         SlotWord(11, WordState.FREE),
-        SlotWord(12, WordState.FREE),
+        SlotWord(12, WordState.WRITING),
         SlotWord(13, WordState.FREE),
         SlotWord(0, WordState.FREE),
     ]
@@ -249,3 +252,49 @@ def test_random_steps_agree_with_a_dictionary(slots: ArenaSlots, seed: int) -> N
         assert list(slots.committed()) == [CommittedSlot(slot, *held[slot]) for slot in sorted(held)]
         assert [slots.word(slot).generation for slot in range(5)] == newest
         assert all(set(slots.data(slot).tolist()) == {held[slot][0] % 251} for slot in held)
+
+
+# -- the floor --------------------------------------------------------------------------------------------------------
+
+
+def test_below_the_floor_nothing_is_written_and_what_was_there_stays(slots: ArenaSlots) -> None:
+    store(slots, 0, 10)
+    slots.raise_floor(20)
+    with pytest.raises(ProtocolError, match="generations begin at 20"):
+        slots.begin_write(0, 19)
+    assert slots.is_committed(0, 10), "whoever reads it goes on"
+    store(slots, 0, 20)
+
+
+def test_a_write_under_way_when_the_floor_rises_is_never_committed(slots: ArenaSlots) -> None:
+    slots.begin_write(0, 10)
+    slots.raise_floor(11)
+    assert slots.unfinished() == [(0, 10)]
+    with pytest.raises(ProtocolError, match="generations begin at 11"):
+        slots.commit(0, 10, b"k" * 32, 5)
+    assert slots.word(0) == SlotWord(10, WordState.FREE)
+
+
+def test_a_floor_that_rises_between_a_writers_look_and_its_word_ends_it_before_a_byte(
+    slots: ArenaSlots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer was stopped there for as long as it takes to replace the coordinator."""
+
+    class Stopped:
+        looks = 0
+
+        def __getitem__(self, index: int) -> int:
+            self.looks += 1
+            return 0 if self.looks == 1 else 50
+
+    monkeypatch.setattr(slots, "_floor", Stopped())
+    with pytest.raises(ProtocolError, match="generations begin at 50"):
+        slots.begin_write(0, 10)
+    assert slots.word(0) == SlotWord(10, WordState.FREE)
+
+
+def test_the_floor_only_rises(slots: ArenaSlots) -> None:
+    assert slots.floor == 0
+    slots.raise_floor(7)
+    slots.raise_floor(3)
+    assert slots.floor == 7

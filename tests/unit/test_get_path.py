@@ -18,10 +18,12 @@ from cluster.messages import LoadItem, PackedRefs, PlannedLoad
 from cluster.requests import Request
 from cluster.views import CachedViews
 from lmcache_ray.arena.arena import Arena
+from lmcache_ray.arena.liveness import LivenessFile, living_clients
 from lmcache_ray.arena.spec import ArenaGeometry, ArenaSpec
 from lmcache_ray.dtypes import KVDtype
 from lmcache_ray.errors import DeadlineError
 from lmcache_ray.index.plans import ChunkRef
+from lmcache_ray.index.slot_table import COUNTER_BITS
 from lmcache_ray.index_service import LeaseNames
 from lmcache_ray.keys import ChunkHasher
 from lmcache_ray.layout import Placement, ShardSpec, uniform_world
@@ -38,6 +40,7 @@ class OneRank:
 
     def __init__(self, arena: Arena) -> None:
         self.world = SimpleNamespace(layout=LAYOUT, name="c")
+        self.liveness = LivenessFile.create(arena.path.parent, "n", "c", "client", num_slots=4)
         self.hasher = ChunkHasher("m", chunk_size=CHUNK)
         self.lease_names = LeaseNames("client", "client")
         self.hellos = [SimpleNamespace(arena_path=str(arena.path))]
@@ -47,11 +50,18 @@ class OneRank:
         self.is_silent = False
         self.ended: list[str] = []
         self.abandoned: list[str] = []
+        self.floor = 0
         self.refs = [ChunkRef(key, number, 10 + number) for number, key in enumerate(self.hasher.keys(TOKENS))]
         for ref in self.refs:
             arena.slots.begin_write(ref.slot, ref.generation)
             arena.slots.data(ref.slot)[:] = np.random.default_rng(ref.slot).integers(0, 256, len(arena.slots.data(0)))
             arena.slots.commit(ref.slot, ref.generation, ref.key, CHUNK)
+
+    def shown(self) -> tuple[tuple[int, int], ...]:
+        """What a coordinator that has lost its memory would find."""
+        self.liveness.tidy()
+        (client,) = living_clients(self.arena.path.parent, "n", "c")
+        return client.held
 
     def is_here(self, rank: int) -> bool:
         return True
@@ -62,6 +72,7 @@ class OneRank:
     def prepare_loads(self, items: Sequence[LoadItem], *, timeout_s: float) -> list[PlannedLoad]:
         if self.is_silent:
             raise DeadlineError("the coordinator (prepare_loads) did not answer")
+        self.arena.slots.raise_floor(self.floor)
         return [
             PlannedLoad(item.start, PackedRefs.pack(self.refs[item.start :]), item.keep and self.kept) for item in items
         ]
@@ -72,13 +83,18 @@ class OneRank:
     def abandon(self, lease_id: str) -> None:
         self.abandoned.append(lease_id)
 
+    def suspect(self) -> None:
+        raise AssertionError("the arena stays the same")
+
 
 @pytest.fixture
 def rank(tmp_path: Path) -> Iterator[OneRank]:
     geometry = ArenaGeometry(num_slots=4, slot_nbytes=LAYOUT.ranks[0].slot_nbytes)
     spec = ArenaSpec("n", "c", 0, 1, LAYOUT.fingerprint, geometry)
     with Arena.create(spec, tmp_path, node_id="node", now=time.time()) as arena:
-        yield OneRank(arena)
+        rank = OneRank(arena)
+        yield rank
+        rank.liveness.close()
 
 
 def path_of(rank: OneRank) -> GetPath:
@@ -140,3 +156,30 @@ def test_a_lease_that_may_have_been_granted_is_given_up(rank: OneRank) -> None:
     assert len(set(rank.abandoned)) == 2
     path.get([Request(TOKENS)])
     assert len(rank.abandoned) == 2, "those of copies end by time"
+
+
+# -- views and the next coordinator -----------------------------------------------------------------------------------
+
+
+def test_what_views_show_stands_where_the_next_coordinator_finds_it_until_the_last_has_ended(rank: OneRank) -> None:
+    held = tuple((ref.slot, ref.generation) for ref in rank.refs)
+    first, second = view(rank), view(rank, start=CHUNK)
+    assert rank.shown() == held
+    second.close()
+    assert rank.shown() == held
+    first.close()
+    assert rank.shown() == ()
+
+
+def test_a_coordinator_that_came_between_plan_and_note_makes_copies(rank: OneRank) -> None:
+    """It has read the notes before this one was written: nobody would keep the slots from being used again."""
+    rank.floor = 2 << COUNTER_BITS
+    with view(rank) as found:
+        assert found.num_tokens == len(TOKENS) and found.copied_ranks == (0,)
+        assert rank.shown() == () and len(rank.ended) == 1
+
+
+def test_a_ranks_return_within_one_epoch_leaves_views_what_they_are(rank: OneRank) -> None:
+    rank.floor = 5
+    with view(rank) as found:
+        assert found.copied_ranks == ()
