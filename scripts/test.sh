@@ -9,8 +9,13 @@ cd "$root"
 export RAY_USAGE_STATS_ENABLED=0
 python="$root/.venv/bin/python"
 
-if [[ $# -eq 0 ]]; then
-    "$python" -m ruff check .
-    "$python" -m mypy
+if [[ $# -gt 0 ]]; then
+    exec "$python" -m pytest "$@"
 fi
-exec "$python" -m pytest "$@"
+"$python" -m ruff check .
+"$python" -m mypy
+# What needs no Ray runs on every core; then what does, which is one Ray after the other on any number of them.
+failed=0
+"$python" -m pytest -n auto --maxprocesses 8 --dist loadfile --ignore tests/on_ray || failed=$?
+"$python" -m pytest tests/on_ray || failed=$?
+exit "$failed"
