@@ -5,6 +5,7 @@ whole batch go as one NumPy array through Ray's object store.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import numpy as np
@@ -73,16 +74,19 @@ class PutPath:
         failures: dict[int, Exception] = {}
         calls: dict[int, Ref] = {}
         try:
-            remote = [rank for rank in link.world.layout.holders if not link.is_here(rank)] if writes else []
+            remote = [rank for rank in link.world.layout.holders if not self._is_written_here(rank)] if writes else []
             for rank in remote:  # all sent first: they travel while this process copies
                 with calling(f"rank {rank}"):
                     calls[rank] = self._send(rank, list(writes.values()))
-            here = [rank for rank in link.world.layout.holders if link.is_here(rank)]
+            here = list(filter(self._is_written_here, link.world.layout.holders))
+            for index, write in writes.items():
+                written[index].update(dict.fromkeys(here, pack_flags([False] * len(write.refs))))
             num_chunks = sum(len(write.refs) for write in writes.values())
-            self._arenas.run_together(
-                [partial(self._write_here, rank, writes, written, failures) for rank in here],
-                nbytes=num_chunks * sum(link.world.layout.ranks[rank].slot_nbytes for rank in here),
-            )
+            with self._noted(writes if here else {}):
+                self._arenas.run_together(
+                    [partial(self._write_here, rank, writes, written, failures) for rank in here],
+                    nbytes=num_chunks * sum(link.world.layout.ranks[rank].slot_nbytes for rank in here),
+                )
             for rank, call in calls.items():
                 self._take_answer(rank, call, writes, written, deadline)
         except LMCacheRayError as error:
@@ -90,6 +94,17 @@ class PutPath:
         finally:
             results = report_stores(link, items, planned, written, failures, deadline)
         return results
+
+    def _is_written_here(self, rank: int) -> bool:
+        """A process that cannot note what it writes leaves that to the ranks."""
+        return self._link.is_here(rank) and self._link.liveness is not None
+
+    def _noted(self, writes: "Mapping[int, _Write]") -> AbstractContextManager[None]:
+        """Around copies into arenas: what may be written is noted where a rank, or its successor, looks for it."""
+        liveness = self._link.liveness
+        if liveness is None or not writes:
+            return nullcontext()
+        return liveness.writing([(ref.slot, ref.generation) for write in writes.values() for ref in write.refs])
 
     def _write_here(
         self,
@@ -100,7 +115,6 @@ class PutPath:
     ) -> None:
         """Copy every item's chunks into the arena of a rank of this node; a failed copy is answered as such."""
         for index, write in writes.items():
-            written[index][rank] = pack_flags([False] * len(write.refs))
             try:
                 done = self._arenas.of_rank(rank).shard.store(write.refs, write.rows, write.item.connectors[rank])
                 written[index][rank] = pack_flags(done)

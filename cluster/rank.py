@@ -7,12 +7,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from lmcache_ray.arena.arena import Arena
-from lmcache_ray.arena.liveness import LivenessFile, LivingClient, any_alive, living_clients
+from lmcache_ray.arena.liveness import LivenessFile, LivingClient, living_clients
 from lmcache_ray.arena.mapped import ArenaMap
 from lmcache_ray.arena.sweep import sweep
 from lmcache_ray.build import arena_spec
@@ -63,7 +62,6 @@ class Rank:
         self._tiers: RankTiers | None = None
         self._lock = threading.Lock()
         self._maps: dict[str, ArenaMap] = {}
-        self._writers: tuple[Path, ...] = ()  # liveness files of the clients that lived at the latest fence
         if setup.place.worker_id in world.layout.holders:
             spec = arena_spec(
                 world.layout,
@@ -100,10 +98,9 @@ class Rank:
             return ArenaReport()
         self.shard.fence(floor, wait_s=wait_s)
         clients = self._living_clients()  # after the floor has risen: see `arena/liveness.py`
-        self._writers = tuple(client.path for client in clients)
         return ArenaReport(
             committed=tuple(ChunkRef(held.key, held.slot, held.generation) for held in self.shard.slots.committed()),
-            unfinished=tuple(self.shard.unfinished()),
+            unfinished=tuple(self.shard.unfinished(foreign=_written(clients))),
             viewed=_viewed(clients),
         )
 
@@ -148,22 +145,8 @@ class Rank:
             self.shard.free([ref for ref in held if is_cleared(ref)])
 
     def settle(self, refs: PackedRefs) -> bytes:
-        """A flag byte per ref: whether it is certain that its slot is not and will not be written for it.
-
-        What was WRITING before the latest fence, and not here, may be a client's that lived then: it is certain when
-        the slot's word has changed, or all those clients have ended.
-        """
-        shard, unpacked = self._own_shard(), refs.unpack()
-        foreign = {
-            slot
-            for slot, generation in shard.slots.unfinished()
-            if generation < shard.slots.floor and not shard.is_writing(slot)
-        }
-        if foreign and not any_alive(self._writers):
-            foreign.clear()
-        idle = [ref for ref in unpacked if ref.slot not in foreign]
-        settled = dict(zip(idle, shard.settle(idle), strict=True))
-        return pack_flags([settled.get(ref, False) for ref in unpacked])
+        """A flag byte per ref: whether it is certain that its slot is not and will not be written for it."""
+        return pack_flags(self._own_shard().settle(refs.unpack(), foreign=_written(self._living_clients())))
 
     def is_client_dead(self, liveness_path: str) -> bool:
         """Whether the process that kept this file locked has ended."""
@@ -234,6 +217,10 @@ class Rank:
         if self.shard is None:
             raise RankUnavailableError(f"rank {self.place.worker_id} holds no chunks in this world")
         return self.shard
+
+
+def _written(clients: Sequence[LivingClient]) -> set[tuple[int, int]]:
+    return {written for client in clients for written in client.writing}
 
 
 def _viewed(clients: Sequence[LivingClient]) -> tuple[ViewedSlots, ...]:

@@ -5,7 +5,7 @@ read only if the slot was COMMITTED(g) before and after the last byte (see `aren
 """
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -115,10 +115,13 @@ class EngineShard:
         """
         return self._write(refs, fill)
 
-    def settle(self, refs: Sequence[ChunkRef]) -> list[bool]:
-        """Make sure that `refs` are not and never will be written here; per ref False while its slot is written."""
+    def settle(self, refs: Sequence[ChunkRef], *, foreign: Collection[tuple[int, int]] = ()) -> list[bool]:
+        """Make sure that `refs` are not and never will be written here; per ref False while its slot is written.
+
+        `foreign` are the slots, with generations, that other living processes may be writing.
+        """
         with self._lock:
-            busy = set(self._in_progress.values())
+            busy = {*self._in_progress.values(), *(slot for slot, _ in foreign)}
             idle = [ref.slot not in busy for ref in refs]
             self._drop(ref for ref, is_idle in zip(refs, idle, strict=True) if is_idle)
         return idle
@@ -135,15 +138,17 @@ class EngineShard:
                 if generation < floor:
                     self._slots.abort(slot, generation)
 
-    def unfinished(self) -> list[tuple[int, int]]:
-        """(slot, generation) wherever bytes may still be written: WRITING slots, and those of threads here."""
-        with self._lock:
-            return list({*self._slots.unfinished(), *((slot, of) for of, slot in self._in_progress.items())})
+    def unfinished(self, *, foreign: Collection[tuple[int, int]] = ()) -> list[tuple[int, int]]:
+        """(slot, generation) wherever bytes may still be written, after a `fence`: by threads here, and `foreign` ones.
 
-    def is_writing(self, slot: int) -> bool:
-        """Whether a thread of this process writes the slot."""
+        A slot that is WRITING below the floor by none of them was left by a writer that is dead; it is freed.
+        """
         with self._lock:
-            return slot in self._in_progress.values()
+            busy = {*((slot, of) for of, slot in self._in_progress.items()), *foreign}
+            for slot, generation in self._slots.unfinished():
+                if generation < self._slots.floor and (slot, generation) not in busy:
+                    self._slots.abort(slot, generation)
+            return sorted({*busy, *self._slots.unfinished()})
 
     def free(self, refs: Sequence[ChunkRef]) -> None:
         """Drop these chunks, written or not: none of them is here now, and none can be committed any more.

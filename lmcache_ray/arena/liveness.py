@@ -1,4 +1,4 @@
-"""The file by which a client of the cluster shows that it lives, and which slots of arenas its views show.
+"""The file by which a client of the cluster shows that it lives, and which slots of arenas it looks at and writes.
 
 A client that owns no arena still leases chunks and writes slots. Its death has to be *proven* before a slot that it
 was writing is given to another; a lock that the kernel drops with the process is such a proof on the client's node.
@@ -8,6 +8,10 @@ somebody else. The file has a table for that: one 8-byte word for each slot, the
 Words are stored whole, so a reader never sees half of one. `hold` comes before a view is handed out, and is followed by
 a look at the arenas' floor: a coordinator that begins raises the floor first and reads the tables then, so either it
 finds the word, or the client finds the floor risen and hands nothing out.
+
+A second table says in the same way what the client may be writing itself. It is noted before `begin_write`, which looks
+at the floor; so whoever has raised the floor, and finds nothing noted, knows that the client writes nothing below it,
+now or later, and that a slot that is WRITING all the same was left by somebody dead.
 """
 
 import json
@@ -15,8 +19,8 @@ import mmap
 import os
 import threading
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -37,11 +41,12 @@ Held = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class LivingClient:
-    """What the file of a client that lives says: whose it is, and what its views show."""
+    """What the file of a client that lives says: whose it is, what its views show, and what it may be writing."""
 
     client_id: str
     path: Path
     held: tuple[Held, ...]
+    writing: tuple[Held, ...]
 
 
 class LivenessFile:
@@ -111,6 +116,22 @@ class LivenessFile:
         """No view shows these any more. Waits for nobody: it takes effect with the next `hold` or `tidy`."""
         self._let_go.append(held)
 
+    @contextmanager
+    def writing(self, slots: Sequence[Held]) -> Iterator[None]:
+        """Around writing into these slots of any arena; no other call of this process writes them meanwhile.
+
+        :raises CapacityError: there is no room for the table; then nothing may be written.
+        """
+        with self._changing:
+            table = self._opened_table()
+            for slot, generation in slots:
+                table[self._num_slots + slot] = generation
+        try:
+            yield
+        finally:
+            for slot, _ in slots:
+                table[self._num_slots + slot] = 0
+
     def tidy(self) -> None:
         """Let take effect what was let go."""
         if self._let_go:
@@ -141,7 +162,7 @@ class LivenessFile:
 
     def _opened_table(self) -> memoryview:
         if self._table is None:
-            nbytes = _TABLE_OFFSET + self._num_slots * _WORD_NBYTES
+            nbytes = _TABLE_OFFSET + 2 * self._num_slots * _WORD_NBYTES
             try:
                 os.posix_fallocate(self._lock.fd, 0, nbytes)  # a sparse file would kill its user when memory is full
                 mapping = mmap.mmap(self._lock.fd, nbytes)
@@ -173,17 +194,6 @@ def living_clients(directory: str | Path, namespace: str, name: str) -> list[Liv
     return clients
 
 
-def any_alive(paths: Iterable[Path]) -> bool:
-    """Whether one of these clients lives. One that cannot be looked at may."""
-    for path in paths:
-        try:
-            if is_locked(path):
-                return True
-        except OSError:
-            return True
-    return False
-
-
 def _read(path: Path) -> LivingClient:
     """Believes nothing: a file that says no client has none, but counts as living all the same."""
     content = path.read_bytes()
@@ -192,7 +202,10 @@ def _read(path: Path) -> LivingClient:
         client_id = str(about["client"])
     except (ValueError, KeyError, TypeError):
         client_id = ""
-    usable = max(0, len(content) - _TABLE_OFFSET) // _WORD_NBYTES
-    table = np.frombuffer(content, np.uint64, usable, _TABLE_OFFSET if usable else 0)
-    held = tuple((int(slot), int(table[slot])) for slot in np.flatnonzero(table))
-    return LivingClient(client_id, path, held)
+    num_slots = max(0, len(content) - _TABLE_OFFSET) // (2 * _WORD_NBYTES)
+    tables = np.frombuffer(content, np.uint64, 2 * num_slots, _TABLE_OFFSET if num_slots else 0)
+    return LivingClient(client_id, path, _noted(tables[:num_slots]), _noted(tables[num_slots:]))
+
+
+def _noted(table: np.ndarray) -> tuple[Held, ...]:
+    return tuple((int(slot), int(table[slot])) for slot in np.flatnonzero(table))

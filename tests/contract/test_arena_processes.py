@@ -21,14 +21,16 @@ import pytest
 
 import lmcache_ray.arena
 from lmcache_ray.arena.arena import Arena
-from lmcache_ray.arena.liveness import LivenessFile
+from lmcache_ray.arena.liveness import LivenessFile, living_clients
 from lmcache_ray.arena.mapped import ArenaMap
 from lmcache_ray.arena.names import arena_path, liveness_path
 from lmcache_ray.arena.process import is_alive, process_start_ticks
-from lmcache_ray.arena.slots import CommittedSlot, SlotWord, WordState
+from lmcache_ray.arena.slots import CommittedSlot
 from lmcache_ray.arena.spec import ArenaGeometry, ArenaSpec
 from lmcache_ray.arena.sweep import sweep
 from lmcache_ray.errors import ArenaLockedError, CapacityError, ClosedError, ProtocolError
+from lmcache_ray.index.plans import ChunkRef
+from lmcache_ray.shard import EngineShard
 
 SLOT_NBYTES = 256 * 1024
 SPEC = ArenaSpec("ns", "processes", 0, 1, b"f" * 32, ArenaGeometry(num_slots=4, slot_nbytes=SLOT_NBYTES))
@@ -76,6 +78,26 @@ def own_and_write(directory: str) -> None:
     slots.data(2)[: SLOT_NBYTES // 2] = 3
     say("half written")
     signal.pause()
+
+
+def put_and_stop(directory: str) -> None:
+    """A client that stops in the middle of writing slot 1, and then goes on as if nothing had happened."""
+    client = LivenessFile.create(directory, "ns", "processes", "client", num_slots=4)
+    slots = open_map(directory).slots
+    with client.writing([(1, 20), (2, 21)]):
+        slots.begin_write(1, 20)
+        slots.data(1)[: SLOT_NBYTES // 2] = 5
+        say("half written")
+        sys.stdin.readline()
+        slots.data(1)[SLOT_NBYTES // 2 :] = 5
+        refusals = 0
+        for refused in (lambda: slots.commit(1, 20, key_of(20), 16), lambda: slots.begin_write(2, 21)):
+            try:
+                refused()
+            except ProtocolError:
+                refusals += 1
+    say(f"{refusals} refused")
+    sys.stdin.readline()
 
 
 def own_and_fork(directory: str) -> None:
@@ -156,6 +178,7 @@ ROLES: dict[str, Callable[[str], None]] = {
     for role in (
         own_and_write,
         own_and_fork,
+        put_and_stop,
         reuse_slots,
         hammer_word,
         create_beyond_limit,
@@ -217,6 +240,27 @@ def test_the_lock_excludes_others_until_a_kill_and_committed_chunks_survive_it(t
                 arena.slots.begin_write(2, 12)
             arena.slots.check_integrity()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_client_that_was_stopped_while_it_wrote_harms_nobody_when_it_goes_on(tmp_path: Path) -> None:
+    with create(tmp_path) as arena, running(put_and_stop, tmp_path) as client:
+        shard, mine = EngineShard(arena.slots), ChunkRef(key_of(20), 1, 20)
+
+        def written() -> set[tuple[int, int]]:
+            return {slot for one in living_clients(tmp_path, "ns", "processes") for slot in one.writing}
+
+        assert line_of(client) == "half written"
+        os.kill(client.pid, signal.SIGSTOP)
+        shard.fence(100, wait_s=0.0)
+        assert shard.unfinished(foreign=written()) == [(1, 20), (2, 21)]
+        assert shard.settle([mine], foreign=written()) == [False], "it may write at any moment"
+        os.kill(client.pid, signal.SIGCONT)
+        assert client.stdin is not None
+        client.stdin.write("\n")
+        client.stdin.flush()
+        assert line_of(client) == "2 refused"
+        assert shard.settle([mine], foreign=written()) == [True]
+        assert list(arena.slots.committed()) == []
 
 
 def test_the_recorded_owner_is_known_dead_after_a_kill(tmp_path: Path) -> None:

@@ -25,8 +25,9 @@ from cluster.messages import (
     pack_keys,
 )
 from cluster.world import WorldSpec
-from lmcache_ray.errors import DeadlineError, LMCacheRayError, UnknownClientError
+from lmcache_ray.errors import ClusterError, DeadlineError, LMCacheRayError, UnknownClientError
 from lmcache_ray.index.plans import ChunkRef
+from lmcache_ray.index.slot_table import COUNTER_BITS
 from lmcache_ray.shard import ArenaSource, ChunkSource, EngineShard, PayloadSource, leading, read_chunks
 from lmcache_ray.tiers.counts import TierClearCounts
 from lmcache_ray.tiers.spec import Tier
@@ -36,7 +37,7 @@ from tests.simulation.nodes import ArenaFile, Liveness, Node
 from tests.simulation.ranks import Payload
 from tests.simulation.scheduler import Process, Scheduler
 from tests.simulation.values import Bytes, Prompt
-from tests.simulation.views import View, views_are_current
+from tests.simulation.views import View
 
 REPORT_S: Final = 1.0
 _LOOK_AGAIN_S: Final = 0.5
@@ -90,18 +91,25 @@ class Client:
         self._num_leases = 0
         self._num_puts = 0
         self._putting: set[int] = set()
-        self.liveness = Liveness(name, process)
-        self._path = f"/{node.name}/{name}"
-        node.liveness[self._path] = self.liveness
+        self.liveness = Liveness(name, f"/{node.name}/{name}", process)
+        self._path: str | None = None
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
     def register(self) -> None:
-        """Begin to use the cluster, or again, if the coordinator has forgotten it."""
+        """Begin to use the cluster. Only where there are ranks can its end be proven, and can it map arenas."""
         deadline = Deadline(self._scheduler, self._world.call_timeout_s)
-        hello = ClientHello(self.name, self.node.name, 0, self._path)
-        self._network.call(self._coordinator, "register_client", hello, timeout_s=deadline.left_s())
-        self._find_ranks(deadline.left_s())
+        hellos = self._network.call(self._coordinator, "introduce", timeout_s=deadline.left_s())
+        if hellos is None:
+            raise ClusterError("the cluster is not whole")
+        self._hellos = hellos
+        if self._path is None and any(hello.node_id == self.node.name for hello in hellos):
+            self._path = self.liveness.path
+            self.node.liveness[self._path] = self.liveness
+        self._network.call(self._coordinator, "register_client", self._hello(), timeout_s=deadline.left_s())
+
+    def _hello(self) -> ClientHello:
+        return ClientHello(self.name, self.node.name, 0, self._path)
 
     def lookup(self, prompt: Prompt, *, lease_id: str | None = None) -> int:
         """Leading chunks that are cached."""
@@ -113,10 +121,6 @@ class Client:
                 "look_further", self.name, [item.keys], [count], timeout_s=deadline.left_s()
             )
         return int(count)
-
-    def release(self, lease_id: str) -> None:
-        """End a lease."""
-        self._decide("complete", [], [lease_id], timeout_s=self._world.call_timeout_s)
 
     def pin(self, prompt: Prompt, *, is_wanted: bool) -> None:
         """Pin a prompt whoever ends, or end that."""
@@ -193,28 +197,40 @@ class Client:
     def view(self, prompt: Prompt, open_s: float) -> int:
         """Look at chunks where they lie, for some time."""
         deadline = Deadline(self._scheduler, self._world.call_timeout_s)
-        with self._loading(prompt, deadline, keep=True) as (plan, refs, lease_id):
-            if not plan.is_kept:
+        epochs = self._epochs()
+        with self._loading(prompt, deadline, keep=bool(epochs)) as (plan, refs, lease_id):
+            view = self._held(lease_id, refs, epochs) if plan.is_kept else None
+            if view is None:
                 return self._read(refs, deadline) if refs else 0
-            self.liveness.holds[lease_id] = tuple((ref.slot, ref.generation) for ref in refs)
-            files = {rank: file for rank in self._world.layout.holders if (file := self._file(rank)) is not None}
-            view = View(lease_id, refs, files)
-            if not (files and views_are_current(view)):
-                self._happened["a view was given up"] += 1
-                self._let_go(lease_id)
-                return 0
-            self.views.append(view)
         self._scheduler.sleep(open_s)
         if view in self.views:
             self.views.remove(view)
-            self._let_go(lease_id)
+            self._let_go(view)
         return len(refs)
+
+    def _held(self, lease_id: str, refs: Sequence[ChunkRef], epochs: Mapping[int, int]) -> View | None:
+        """A view, noted where the next coordinator finds it; None if that has come since `epochs`."""
+        files = {rank: file for rank in epochs if (file := self._file(rank)) is not None}
+        view = View(lease_id, refs, files)
+        self.liveness.held.update((ref.slot, ref.generation) for ref in refs)
+        there = [file.slots.holds(ref.slot, ref.generation, ref.key) for file in files.values() for ref in refs]
+        if self._epochs() != epochs or not all(there):
+            self._happened["a view was given up"] += 1
+            self._let_go(view)
+            return None
+        self.views.append(view)
+        return view
+
+    def _epochs(self) -> dict[int, int]:
+        """Per rank of this node, the epoch of the coordinator that it serves."""
+        files = {rank: self._file(rank) for rank in self._world.layout.holders}
+        return {rank: file.slots.floor >> COUNTER_BITS for rank, file in files.items() if file is not None}
 
     def close_views(self) -> None:
         """Look at nothing any more."""
         for view in list(self.views):
             self.views.remove(view)
-            self._let_go(view.lease_id)
+            self._let_go(view)
 
     # -- parts of stores ----------------------------------------------------------------------------------------------
 
@@ -233,15 +249,15 @@ class Client:
 
     def _write_here(self, rank: int, refs: Sequence[ChunkRef]) -> Any:
         mapped = self._map(rank)
-        if mapped is None or any(ref.generation < mapped[0].floor for ref in refs):
+        if mapped is None:
             return [False] * len(refs)
         rows = Rows(self._copying, self._contents, rank, [ref.key for ref in refs])
-        generations = {ref.generation for ref in refs}
-        self.liveness.writing |= generations
+        slots = {(ref.slot, ref.generation) for ref in refs}
+        self.liveness.writing |= slots
         try:
             return mapped[1].store(refs, rows.rows(), rows)
         finally:
-            self.liveness.writing -= generations
+            self.liveness.writing -= slots
 
     def _bytes(self, refs: Sequence[ChunkRef], rank: int) -> np.ndarray:
         return np.array([self._contents.of(ref.key, rank) for ref in refs])
@@ -284,15 +300,15 @@ class Client:
             is_kept = plan.is_kept
         finally:
             if not is_kept:
-                self._release(lease_id)
+                self.release(lease_id)
 
-    def _release(self, lease_id: str) -> None:
-        """Nobody waits for it."""
+    def release(self, lease_id: str) -> None:
+        """End a lease. Nobody waits for it."""
         self._network.send(self._coordinator, "decide", "complete", [], [lease_id], reliably=True)
 
-    def _let_go(self, lease_id: str) -> None:
-        self.liveness.holds.pop(lease_id, None)
-        self._release(lease_id)
+    def _let_go(self, view: View) -> None:
+        self.release(view.lease_id)
+        self.liveness.held -= Counter((ref.slot, ref.generation) for ref in view.refs)
 
     def _read(self, refs: Sequence[ChunkRef], deadline: Deadline) -> int:
         counts = []
@@ -334,7 +350,7 @@ class Client:
         return self._hellos[rank].node_id if self._hellos else ""
 
     def _is_here(self, rank: int) -> bool:
-        return self._node_of(rank) == self.node.name
+        return self._path is not None and self._node_of(rank) == self.node.name
 
     def _map(self, rank: int) -> tuple[ArenaFile, EngineShard] | None:
         """The rank's arena of this node, mapped anew if another file has taken its place."""
@@ -348,11 +364,6 @@ class Client:
     def _file(self, rank: int) -> ArenaFile | None:
         mapped = self._map(rank) if self._is_here(rank) else None
         return None if mapped is None else mapped[0]
-
-    def _find_ranks(self, timeout_s: float) -> None:
-        hellos = self._network.call(self._coordinator, "introduce", timeout_s=timeout_s)
-        if hellos is not None:
-            self._hellos = hellos
 
     def _decide(self, name: str, *arguments: object, timeout_s: float) -> Any:
         return self._ask("decide", name, *arguments, timeout_s=timeout_s)
@@ -369,7 +380,7 @@ class Client:
         except UnknownClientError:
             self._happened["a client registered again"] += 1
             self._network.call(
-                self._coordinator, "register_client", ClientHello(self.name, self.node.name, 0, self._path),
+                self._coordinator, "register_client", self._hello(),
                 timeout_s=max(0.0, end - self._scheduler.now),
             )  # fmt: skip
             left_s = max(0.0, end - self._scheduler.now)

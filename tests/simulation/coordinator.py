@@ -18,6 +18,7 @@ from cluster.world import WorldSpec
 from lmcache_ray.broadcast.exchange import Exchange
 from lmcache_ray.broadcast.tags import Call, Tag, TakeResult
 from lmcache_ray.errors import DeadlineError, LMCacheRayError, RankUnavailableError
+from lmcache_ray.index.arena_report import ViewedSlots
 from lmcache_ray.index.plans import ChunkRef
 from lmcache_ray.index_service import IndexService
 from lmcache_ray.storage.remote import RemoteStore
@@ -130,6 +131,10 @@ class SimulatedRankCalls:
         if any(settled.values()):
             self._note("quarantined slots were settled")
         return settled
+
+    def viewed(self, ranks: Sequence[int]) -> dict[int, tuple[ViewedSlots, ...]]:
+        """See `RankPort`."""
+        return self._ask(dict.fromkeys(ranks, ("viewed",)), _HOUSEKEEPING_S)
 
     def ping(self, ranks: Sequence[int]) -> Collection[int]:
         """See `RankPort`."""

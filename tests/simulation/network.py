@@ -14,6 +14,8 @@ from tests.simulation.scheduler import Process, Scheduler, Task
 
 _FAST_S: Final = 0.002
 _LATE_S: Final = 4.0
+_ONCE: Final = frozenset(("store", "take_in"))
+"""Calls whose refusal is an answer: Ray begins each at most once."""
 _NOTICE_S: Final = 0.3
 """Until others know that a process has ended."""
 
@@ -106,7 +108,7 @@ class Network:
 
         if reliably or not self._faults.strikes(Fault.MESSAGE_LOST):
             self._scheduler.after(self._delay_s(), arrive)
-        if not reliably and self._faults.strikes(Fault.MESSAGE_TWICE):
+        if not reliably and method not in _ONCE and self._faults.strikes(Fault.MESSAGE_TWICE):
             self._scheduler.after(self._delay_s(), arrive)
         return pending
 

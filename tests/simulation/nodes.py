@@ -1,5 +1,6 @@
 """What of a machine outlives its processes: arenas in shared memory, directories on disk, and who is alive there."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,7 +18,6 @@ class ArenaFile:
     def __init__(self, geometry: ArenaGeometry) -> None:
         self.geometry = geometry
         self._memory = np.zeros(geometry.file_nbytes // 8, dtype=np.uint64)
-        self.floor = 0
         self.slots = self.mapped()
         """For who looks at it from outside."""
 
@@ -28,22 +28,22 @@ class ArenaFile:
 
 @dataclass(slots=True)
 class Liveness:
-    """A client's liveness file: it is locked while the process lives, and says what its views hold, and which
-    generations it may be writing itself."""
+    """A client's liveness file: locked while the process lives; it has what its views show, and what it writes."""
 
     client_id: str
+    path: str
     process: Process
-    holds: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
-    writing: set[int] = field(default_factory=set)
+    held: Counter[tuple[int, int]] = field(default_factory=Counter)
+    writing: set[tuple[int, int]] = field(default_factory=set)
 
     @property
     def is_alive(self) -> bool:
         """Whether it is locked."""
         return self.process.is_alive
 
-    def viewed(self) -> list[ViewedSlots]:
-        """Its records."""
-        return [ViewedSlots(self.client_id, lease_id, slots) for lease_id, slots in self.holds.items()]
+    def viewed(self) -> ViewedSlots:
+        """Slots and generations that its views show."""
+        return ViewedSlots(self.client_id, f"views/{self.client_id}", tuple(self.held), self.path)
 
 
 class Node:
@@ -55,6 +55,10 @@ class Node:
         self.arenas: dict[int, ArenaFile] = {}
         self.directories: dict[int, Directory] = {}
         self.liveness: dict[str, Liveness] = {}
+
+    def living_clients(self) -> list[Liveness]:
+        """Those whose file is locked."""
+        return [one for one in self.liveness.values() if one.is_alive]
 
     def directory(self, rank: int) -> Directory:
         """The rank's part of the disk."""

@@ -14,10 +14,9 @@ from cluster.messages import RankHello
 from cluster.rank_port import Enlisted, Enlistment
 from cluster.record import MissedClear
 from cluster.world import WorldSpec
-from lmcache_ray.arena.slots import WordState
 from lmcache_ray.arena.spec import ArenaGeometry
 from lmcache_ray.errors import RankUnavailableError, StaleEpochError
-from lmcache_ray.index.arena_report import ArenaReport
+from lmcache_ray.index.arena_report import ArenaReport, ViewedSlots
 from lmcache_ray.index.plans import ChunkRef
 from lmcache_ray.shard import ArenaSource, ChunkSource, EngineShard, PayloadSource, export_chunks, read_chunks
 from lmcache_ray.storage.directory_lock import DirectoryOwner
@@ -65,8 +64,6 @@ class SimulatedRank:
         self._is_started = False
         self._tiers: RankTiers | None = None
         self._epoch = 0
-        self._floor = 0
-        self._writing: dict[int, int] = {}
         self._hello: RankHello | None = None
 
     # -- control ------------------------------------------------------------------------------------------------------
@@ -110,19 +107,17 @@ class SimulatedRank:
         return True
 
     def settle(self, refs: Sequence[ChunkRef], epoch: int) -> list[bool]:
-        """See `Rank.settle`: what a living client may still be writing is not settled."""
+        """See `Rank.settle`."""
         self._check_epoch(epoch)
-        shard = self._own_shard()
-        settled = {ref for ref in refs if not self._may_be_a_clients(shard, ref)}
-        done = dict(zip(settled, shard.settle(list(settled)), strict=True))
-        return [done.get(ref, False) for ref in refs]
+        return self._own_shard().settle(refs, foreign=self._written_by_clients())
 
-    def _may_be_a_clients(self, shard: EngineShard, ref: ChunkRef) -> bool:
-        word = shard.slots.word(ref.slot)
-        if word != (ref.generation, WordState.WRITING) or ref.generation >= self._floor:
-            return False
-        clients = self.node.liveness.values()
-        return any(client.is_alive and ref.generation in client.writing for client in clients)
+    def _written_by_clients(self) -> set[tuple[int, int]]:
+        return {slot for one in self.node.living_clients() for slot in one.writing}
+
+    def viewed(self) -> tuple[ViewedSlots, ...]:
+        """See `Rank.viewed`."""
+        self._check_started()
+        return tuple(one.viewed() for one in self.node.living_clients() if one.held)
 
     def is_client_dead(self, path: str) -> bool:
         """Whether the process that had this file locked has ended."""
@@ -143,7 +138,7 @@ class SimulatedRank:
     def store(self, refs: Sequence[ChunkRef]) -> list[bool]:
         """Copy rows into slots; a flag a chunk."""
         rows, shard = self._rows(refs), self._own_shard()
-        return self._write(refs, lambda: shard.store(refs, rows.rows(), rows))
+        return shard.store(refs, rows.rows(), rows)
 
     def take_in(self, refs: Sequence[ChunkRef], data: np.ndarray) -> list[bool]:
         """Copy bytes that came with the call into slots; a flag a chunk."""
@@ -152,19 +147,7 @@ class SimulatedRank:
             self._parts.copying.write(slot, data[position])
             return CHUNK_SIZE
 
-        shard = self._own_shard()
-        return self._write(refs, lambda: shard.fill(refs, copy))
-
-    def _write(self, refs: Sequence[ChunkRef], write: Callable[[], list[bool]]) -> list[bool]:
-        if any(ref.generation < self._floor for ref in refs):
-            return [False] * len(refs)
-        mine = {ref.generation: ref.slot for ref in refs}
-        self._writing.update(mine)
-        try:
-            return write()
-        finally:
-            for generation in mine:
-                self._writing.pop(generation, None)
+        return self._own_shard().fill(refs, copy)
 
     def load(self, refs: Sequence[ChunkRef], payload: Payload | None) -> list[bool]:
         """Copy chunks into rows, and look whether those called good are so; a flag a chunk."""
@@ -190,6 +173,7 @@ class SimulatedRank:
                 geometry = ArenaGeometry(parts.world.num_slots, layout.ranks[self.rank].slot_nbytes)
                 self.arena = self.node.arenas[self.rank] = ArenaFile(geometry)
             self.shard = EngineShard(self.arena.mapped())
+            self.shard.slots.free_damaged()
             self._tiers = RankTiers(
                 self.shard, layout, self.rank, disk=parts.world.tiers.disk,
                 owner=DirectoryOwner("simulation", "world", "life"), remote=parts.open_remote(),
@@ -199,16 +183,16 @@ class SimulatedRank:
         self._is_started = True
 
     def _fence(self, floor: int) -> ArenaReport:
+        """See `Rank.fence`."""
         if self.shard is None:
             return ArenaReport()
-        assert self.arena is not None
-        self._floor = self.arena.floor = max(floor, self.arena.floor)
-        viewed = tuple(view for one in self.node.liveness.values() if one.is_alive for view in one.viewed())
-        committed = tuple(ChunkRef(one.key, one.slot, one.generation) for one in self.shard.slots.committed())
-        words = [(slot, self.shard.slots.word(slot)) for slot in range(self.shard.slots.num_slots)]
-        writing = {(slot, word.generation) for slot, word in words if word.state == WordState.WRITING}
-        unfinished = tuple(sorted(writing | {(slot, generation) for generation, slot in self._writing.items()}))
-        return ArenaReport(committed, unfinished, viewed)
+        self.shard.fence(floor, wait_s=self._parts.world.call_timeout_s / 4)
+        clients = self.node.living_clients()
+        return ArenaReport(
+            committed=tuple(ChunkRef(held.key, held.slot, held.generation) for held in self.shard.slots.committed()),
+            unfinished=tuple(self.shard.unfinished(foreign=self._written_by_clients())),
+            viewed=tuple(one.viewed() for one in clients if one.held),
+        )
 
     def _source(self, payload: Payload | None) -> ChunkSource:
         if payload is not None:

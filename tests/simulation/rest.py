@@ -7,6 +7,7 @@ from lmcache_ray.errors import LMCacheRayError
 from lmcache_ray.tiers.spec import Tier
 from tests.simulation.clients import Client
 from tests.simulation.copying import Violation
+from tests.simulation.faults import Fault
 from tests.simulation.values import Prompt, short
 from tests.simulation.world import World
 
@@ -80,8 +81,10 @@ def _unrest(world: World) -> list[str]:
 
 
 def _look_for_what_was_stored(world: World) -> None:
-    """In a roomy world what was reported as stored is found."""
+    """In a roomy world whose files stay what they are, what was reported as stored is found."""
     if not world.shape.is_roomy or not world.spec.tiers.keeps_in_memory:
+        return
+    if any(world.faults.happened[fault] for fault in (Fault.DISK_TORN, Fault.DISK_DAMAGED, Fault.DISK_FAILS)):
         return
     coordinator = world.living_coordinator()
     assert coordinator is not None

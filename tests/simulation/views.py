@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lmcache_ray.index.plans import ChunkRef
-from lmcache_ray.index.slot_table import COUNTER_BITS
 from tests.simulation.copying import Violation
 from tests.simulation.nodes import ArenaFile
 from tests.simulation.values import Bytes
@@ -24,15 +23,3 @@ class View:
             for ref in self.refs:
                 if not contents.are_of(file.slots.data(ref.slot), ref.key, rank):
                     raise Violation(f"a view shows other bytes in slot {ref.slot} of rank {rank}")
-
-
-def views_are_current(view: View) -> bool:
-    """The look after a view's hold was recorded: whether its chunks are there, and no coordinator of a later life has
-    read the records before."""
-    for file in view.files.values():
-        for ref in view.refs:
-            if not file.slots.holds(ref.slot, ref.generation, ref.key):
-                return False
-            if file.floor >> COUNTER_BITS > ref.generation >> COUNTER_BITS:
-                return False
-    return True

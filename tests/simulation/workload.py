@@ -32,7 +32,8 @@ class Workload:
 
     def _work(self, client: Client) -> None:
         world = self._world
-        world.timed(client, "register", client.register)
+        while not self.is_over and not world.timed(client, "register", client.register):
+            world.scheduler.sleep(world.rng.random() * _THINK_S)
         while not self.is_over:
             world.scheduler.sleep(world.rng.random() * _THINK_S)
             (what,) = world.rng.choices(list(_WEIGHTS), weights=list(_WEIGHTS.values()))
@@ -73,7 +74,7 @@ class Workload:
         """A lookup whose lease is ended by hand, or by time."""
         count = client.lookup(prompt, lease_id=lease_id)
         if self._world.rng.random() < 0.5:
-            client.release(lease_id)
+            client.release(lease_id)  # nobody waits for it
         else:
             self._world.happened["a lease was left to its time"] += count > 0
         return count

@@ -281,19 +281,21 @@ class World:
 
     # -- what a client's call may come to -----------------------------------------------------------------------------
 
-    def timed(self, client: Client, what: str, call: Callable[[], object]) -> None:
-        """One call of a client: it must end in time, and in nothing but an answer or a named error."""
+    def timed(self, client: Client, what: str, call: Callable[[], object]) -> bool:
+        """One call of a client: it must end in time, and in an answer or a named error. True for an answer."""
         started, lost, jumps = self.scheduler.now, client.process.lost_s, self.num_jumped_s
         self.happened[what.split(maxsplit=1)[0]] += 1
         try:
-            answer = call()
+            answer, is_good = call(), True
             self.story.tell(client.name, "%s: %s", what, answer)
         except LMCacheRayError as error:
+            is_good = False
             self.happened[type(error).__name__] += 1
             self.story.tell(client.name, "%s: %s: %s", what, type(error).__name__, error)
         took_s = self.scheduler.now - started - (client.process.lost_s - lost) - (self.num_jumped_s - jumps)
         if took_s > CALL_S + REPORT_S + _TICK_S and not what.startswith("view"):
             raise Violation(f"{client.name}: {what} took {took_s:.1f} s of {CALL_S:g}")
+        return is_good
 
     num_jumped_s = 0.0
 

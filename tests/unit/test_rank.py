@@ -15,6 +15,7 @@ from cluster.topology import RankPlace
 from cluster.world import WorldSpec
 from cluster.world_spec import world_spec
 from lmcache_ray.arena.liveness import LivenessFile
+from lmcache_ray.arena.slots import WordState
 from lmcache_ray.config import LMCacheEngineConfig
 from lmcache_ray.connector.paged import PagedConnector
 from lmcache_ray.errors import ConfigError, RankUnavailableError
@@ -162,6 +163,29 @@ def test_a_client_is_dead_when_its_lock_is_gone(make_rank: MakeRank, tmp_path: P
     with LivenessFile.create(tmp_path, "n", "c", "client") as alive:
         assert not rank.is_client_dead(str(alive.path))
     assert rank.is_client_dead(str(alive.path))
+
+
+def test_what_a_living_client_notes_that_it_writes_is_unfinished_until_it_has_ended(
+    make_rank: MakeRank, tmp_path: Path
+) -> None:
+    rank = make_rank()
+    assert rank.shard is not None
+    slots = rank.shard.slots
+    with LivenessFile.create(
+        tmp_path, rank.world.namespace, rank.world.name, "client", num_slots=slots.num_slots
+    ) as client:
+        with client.writing([(3, 7), (4, 8)]):
+            slots.begin_write(3, 7)
+            slots.begin_write(4, 8)
+            rank.free_slots(refs(4, generation=8))  # a clear does not keep a writer from copying on
+            slots.begin_write(5, 9)  # by somebody who notes nothing: the rank's process before this one
+            report = rank.fence(100, wait_s=0.0)
+            assert report.unfinished == ((3, 7), (4, 8))
+            assert slots.word(5) == (9, WordState.FREE), "its writer is dead"
+            settled = [rank.settle(refs(slot, generation=slot + 4)) for slot in (3, 4, 5)]
+            assert settled == [b"\x00", b"\x00", b"\x01"]
+        assert rank.settle(refs(3, generation=7)) == b"\x01"
+        assert rank.fence(101, wait_s=0.0).unfinished == ()
 
 
 def test_a_rank_whose_remote_store_is_refused_leaves_nothing(make_rank: MakeRank, tmp_path: Path) -> None:
