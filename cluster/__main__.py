@@ -1,4 +1,4 @@
-"""`python -m cluster`: replay, up, status, restart, drain, down, check and inspect.
+"""`python -m cluster`: replay, chaos, up, status, restart, drain, down, check and inspect.
 
 Results go to stdout, progress and errors to stderr; with `--json` the last line of stdout is one JSON object.
 """
@@ -54,7 +54,8 @@ def _command(name: str) -> Callable[[argparse.Namespace], Outcome]:
     from . import commands
 
     named = (
-        commands.replay, commands.up, commands.status, commands.restart, commands.drain, commands.down, commands.check,
+        commands.replay, commands.chaos, commands.up, commands.status, commands.restart, commands.drain,
+        commands.down, commands.check,
     )  # fmt: skip
     return {command.__name__: command for command in named}[name]
 

@@ -13,6 +13,7 @@ from lmcache_ray.errors import ConfigError
 from .topology import MAX_WORLD_SIZE, parse_ranks_per_node
 from .workload import BLOCK_SIZE
 
+_MAX_MINUTES = 24.0 * 60
 _DESCRIPTION = """\
 lmcache_ray: a KV-cache cluster on Ray for serving large language models.
 
@@ -133,6 +134,7 @@ def build_parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         _add_identity(command)
         _add_common(command)
+    _add_chaos(commands)
     _add_restart(commands)
     _add_drain(commands)
     _add_check(commands)
@@ -188,6 +190,28 @@ def _add_up(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     command.add_argument("--num-blocks", type=_at_least(1), metavar="N", help="blocks of each rank's paged KV")
     _add_config_keys(command)
     _add_common(command)
+
+
+def _add_chaos(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    text = "kill processes of a cluster of its own at random while every byte that it serves is compared"
+    command = commands.add_parser("chaos", help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False)
+    command.add_argument("--minutes", type=_minutes, default=1.0, metavar="M", help="how long (1)")
+    command.add_argument("--seed", type=_at_least(0), default=0, metavar="S", help="whom it hits, and when (0)")
+    command.add_argument("--world-size", type=_at_least(1, MAX_WORLD_SIZE), default=3, metavar="N", help="ranks (3)")
+    command.add_argument("--use-mla", action="store_true", help="one copy of the KV, held by rank 0")
+    command.add_argument("--kvcache-shape-spec", metavar="SPEC", help="one rank's layer groups (16 bytes per token)")
+    _add_config_keys(command)
+    _add_common(command)
+
+
+def _minutes(text: str) -> float:
+    try:
+        minutes = float(text)
+    except ValueError:
+        minutes = 0.0
+    if not 0 < minutes <= _MAX_MINUTES:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of minutes above 0, and at most {_MAX_MINUTES:g}")
+    return minutes
 
 
 def _add_restart(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -18,6 +18,7 @@ from lmcache_ray.errors import ClusterNotFoundError, ConfigError, WorkloadError
 from lmcache_ray.shape_spec import LayerGroupSpec, parse_kvcache_shape_spec
 from lmcache_ray.tiers.assembly import check_remote
 
+from .chaos import files_left, run_chaos
 from .chat_workload import chat_workload
 from .cli import read_config
 from .client import CacheCluster
@@ -29,13 +30,16 @@ from .replay import Advance
 from .replay import replay as run_replay
 from .replay_name import held_name
 from .report import ReplayReport
-from .tables import replay_table, status_table
+from .tables import chaos_table, replay_table, status_table
 from .topology import spread
 from .workload import BLOCK_SIZE, TraceRequest, count_distinct_blocks, parse_trace
 
 _MAX_KV_NBYTES = 128 * 2**20
 _DEFAULT_SPECS = {False: "(1,2,512,1,4):float16:1", True: "(1,1,512,1,8):float16:1"}  # 16 bytes per token
 _TIMEOUT_S = 180.0
+_CHAOS_CHUNKS = 256
+_CHAOS_CALL_S = 6.0
+_CHAOS_KV_TOKENS = 16 * BLOCK_SIZE
 
 
 def replay(arguments: argparse.Namespace) -> Outcome:
@@ -95,6 +99,47 @@ def check(arguments: argparse.Namespace) -> Outcome:
             print(finding)
         print(f"{len(findings)} findings, {len(remaining)} of them are left" if findings else "index and files agree")
     return Outcome({"findings": findings, "remaining": remaining}, 1 if remaining else 0)
+
+
+def chaos(arguments: argparse.Namespace) -> Outcome:
+    """Kill processes of a cluster of its own at random under verified traffic; exit status 1 if a promise broke."""
+    config = read_config(arguments)
+    config.update({"chunk_size": BLOCK_SIZE, "capacity_chunks": _CHAOS_CHUNKS, "call_timeout_s": _CHAOS_CALL_S})
+    namespace = config.cluster_namespace
+    with _in_own_folder():
+        session = open_session(namespace)
+    try:
+        with held_name(
+            config.arena_dir,
+            namespace,
+            restart_window_s=config.restart_window_s,
+            now=time.time(),
+            is_taken=lambda name: is_taken(name, namespace),
+        ) as name:
+            with CacheCluster.start(
+                config,
+                model_name="replay",
+                layer_groups=_layer_groups(arguments),
+                world_size=arguments.world_size,
+                use_mla=arguments.use_mla,
+                name=name,
+                kv_source="cluster.replay_rank:zeroed_kv",
+                num_blocks=-(-_CHAOS_KV_TOKENS // config.block_size),
+                timeout_s=_TIMEOUT_S,
+            ) as cluster:
+                report = run_chaos(
+                    cluster,
+                    address=session.address,
+                    minutes=arguments.minutes,
+                    seed=arguments.seed,
+                    tell=lambda line: print(line, file=sys.stderr, flush=True),
+                )
+            report.leftovers += files_left(config.arena_dir, namespace, name)
+    finally:
+        session.close()
+    if not arguments.json:
+        Console().print(chaos_table(report))
+    return Outcome(report.to_json(), 0 if report.is_good else 1)
 
 
 def restart(arguments: argparse.Namespace) -> Outcome:

@@ -31,6 +31,11 @@ class RaySession:
     owns_ray: bool
     simulated: object | None = field(default=None, repr=False)
 
+    @property
+    def address(self) -> str:
+        """Where other processes find this Ray, as RAY_ADDRESS."""
+        return str(ray.get_runtime_context().gcs_address)
+
     def close(self) -> None:
         """Shut Ray down if this session started it. Idempotent."""
         if self.owns_ray and ray.is_initialized():

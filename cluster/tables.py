@@ -4,6 +4,7 @@ from typing import Final
 
 from rich.table import Table
 
+from .chaos_plan import ChaosReport
 from .report import ReplayReport
 from .world import ClusterStatus, TierStatus
 
@@ -22,6 +23,17 @@ def replay_table(report: ReplayReport) -> Table:
     for name, values in report.latency_ms.items():
         shown = ", ".join(f"{percentile} {value}" for percentile, value in values.items() if value is not None)
         table.add_row(f"{name} ms", shown or "none")
+    return table
+
+
+def chaos_table(report: ChaosReport) -> Table:
+    """What a chaos run did and found, one a line."""
+    table = Table(title="chaos", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    for name, value in report.to_json().items():
+        shown = ", ".join(f"{key} {count}" for key, count in value.items()) if isinstance(value, dict) else value
+        table.add_row(name, "\n".join(shown) if isinstance(shown, list) else str(shown))
     return table
 
 

@@ -54,7 +54,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("cluster: values and pure machines", (
         "cluster.messages", "cluster.topology", "cluster.membership", "cluster.workload", "cluster.chat_workload",
         "cluster.expected_bytes", "cluster.report", "cluster.world", "cluster.requests", "cluster.packed_calls",
-        "cluster.rank_port", "cluster.record", "cluster.health",
+        "cluster.chaos_plan", "cluster.rank_port", "cluster.record", "cluster.health",
     )),
     ("cluster: shared by its processes", (
         "cluster.deadline", "cluster.open_plans", "cluster.clients", "cluster.ray_calls", "cluster.introduction",
@@ -76,7 +76,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     )),
     ("cluster: client", ("cluster.calls", "cluster.upkeep", "cluster.client")),
     ("cluster: commands", (
-        "cluster.replay_rank", "cluster.replay", "cluster.replay_name", "cluster.tables", "cluster.cli",
+        "cluster.chaos_plan", "cluster.replay_rank", "cluster.replay", "cluster.chaos_driver", "cluster.chaos", "cluster.replay_name", "cluster.tables", "cluster.cli",
         "cluster.outcome", "cluster.inspect_file", "cluster.commands", "cluster.__main__",
     )),
 )
