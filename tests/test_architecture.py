@@ -65,7 +65,8 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "cluster.rank_calls", "cluster.coordinator_client", "cluster.coordinator_index", "cluster.broadcaster",
     )),
     ("cluster: actors", (
-        "cluster.rank_start", "cluster.recovery", "cluster.core", "cluster.housekeeping", "cluster.tier_ranks", "cluster.tier_status",
+        "cluster.rank_start", "cluster.recovery", "cluster.core", "cluster.housekeeping", "cluster.tier_ranks",
+        "cluster.tier_status",
         "cluster.index_calls", "cluster.coordinator", "cluster.worker",
     )),
     ("cluster: placement", ("cluster.world_spec", "cluster.ray_session", "cluster.probe", "cluster.launch")),
@@ -76,7 +77,8 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     )),
     ("cluster: client", ("cluster.calls", "cluster.upkeep", "cluster.client")),
     ("cluster: commands", (
-        "cluster.chaos_plan", "cluster.replay_rank", "cluster.replay", "cluster.chaos_driver", "cluster.chaos", "cluster.replay_name", "cluster.tables", "cluster.cli",
+        "cluster.replay_rank", "cluster.replay", "cluster.replay_name", "cluster.chaos_driver", "cluster.chaos",
+        "cluster.tables", "cluster.cli",
         "cluster.outcome", "cluster.inspect_file", "cluster.commands", "cluster.__main__",
     )),
 )
@@ -248,10 +250,10 @@ def test_every_file_says_what_it_is(name: str) -> None:
 
 
 def files_in_structure() -> set[str]:
-    """The paths in the tables of section 6 of docs/structure.md. Within a cell a folder holds until the next one."""
+    """The paths in the tables of section 7 of docs/structure.md. Within a cell a folder holds until the next one."""
     text = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8")
     found, package = set(), ""
-    for line in text[text.index("## 6. Files") : text.index("## 7.")].splitlines():
+    for line in text[text.index("## 7. Files") : text.index("## 8.")].splitlines():
         if line.startswith("### "):
             package = next(name for name in PACKAGES if f"`{name}/`" in line)
         folder = ""
@@ -264,8 +266,8 @@ def files_in_structure() -> set[str]:
 def test_the_structure_page_names_every_file_and_no_other() -> None:
     named = files_in_structure()
     there = {str(path.relative_to(ROOT)) for path in modules().values() if path.name != "__init__.py"}
-    assert not there - named, f"docs/structure.md, section 6, does not say what lives in {sorted(there - named)}"
-    assert not named - there, f"docs/structure.md, section 6, names files that are not there: {sorted(named - there)}"
+    assert not there - named, f"docs/structure.md, section 7, does not say what lives in {sorted(there - named)}"
+    assert not named - there, f"docs/structure.md, section 7, names files that are not there: {sorted(named - there)}"
 
 
 @pytest.mark.parametrize("folder", ["unit", "contract"])

@@ -1,6 +1,6 @@
 import pytest
 
-from cluster.topology import RankPlace, Topology, parse_ranks_per_node, spread
+from cluster.topology import RankPlace, Topology, parse_ranks_per_node, place_again, spread
 from lmcache_ray.errors import ClusterError, ConfigError
 
 
@@ -92,3 +92,11 @@ def test_parse_ranks_per_node() -> None:
 def test_parse_ranks_per_node_refuses_anything_else(text: str) -> None:
     with pytest.raises(ConfigError, match="accepted: numbers"):
         parse_ranks_per_node(text)
+
+
+def test_a_moved_rank_gets_the_lowest_free_number_of_its_new_node() -> None:
+    places = dict(enumerate(Topology.from_node_ids(["a", "a", "b", "b"]).places))
+    assert place_again(2, "a", places) == RankPlace(2, 2, 3, "a")
+    assert place_again(0, "c", places) == RankPlace(0, 0, 1, "c")
+    assert place_again(0, "b", {**places, 2: RankPlace(2, 0, 1, "c")}) == RankPlace(0, 0, 2, "b")
+    assert place_again(1, "a", places) == places[1]
