@@ -59,9 +59,9 @@ class CoordinatorClient:
 
     # -- membership -----------------------------------------------------------------------------------------------
 
-    def introduce(self) -> Introduction | None:
-        """What the world is and who serves it; None while it is being started."""
-        answer: Introduction | None = self._ask("introduce")
+    def introduce(self, *, timeout_s: float | None = None) -> Introduction | None:
+        """What the world is and who serves it; None while it is being started, or is not whole again."""
+        answer: Introduction | None = self._ask("introduce", timeout_s=timeout_s)
         return answer
 
     def register(self, hello: ClientHello) -> None:

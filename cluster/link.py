@@ -29,6 +29,7 @@ _INTRODUCTION_S: Final = 30.0  # the world, which has a deadline of its own, is 
 _POLL_S: Final = 0.1
 _GOODBYE_S: Final = 5.0
 _RELEASE_S: Final = 0.5
+_REFRESH_S: Final = 0.5
 
 
 class ClusterLink:
@@ -101,7 +102,7 @@ class ClusterLink:
     def _refresh(self) -> None:
         """While the ranks are not all there, nothing changes, and they are asked about again."""
         try:
-            introduction = self._coordinator.introduce()
+            introduction = self._coordinator.introduce(timeout_s=_REFRESH_S)
         except LMCacheRayError:
             return  # the call that comes next says what is wrong
         if introduction is not None:
