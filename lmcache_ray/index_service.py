@@ -212,9 +212,11 @@ class IndexService:
             return lease_id not in self._given_up and index.memory.keep(lease_id, max_slots=max_slots)
 
     def release(self, lease_ids: Sequence[str]) -> None:
-        """End leases. The latest that were not there are remembered: see `keep`."""
+        """End leases. The latest are remembered, whether they were there or not: see `keep`."""
         with self.at_now() as (index, _):
-            self._given_up.extend(lease_id for lease_id in lease_ids if not index.release(lease_id))
+            for lease_id in lease_ids:
+                index.release(lease_id)
+            self._given_up.extend(lease_ids)
 
     def clear_memory(self, keys: Sequence[bytes] | None) -> tuple[ClearPlan, tuple[int, ...]]:
         """Forget chunks and free their slots on every holder before returning; what, and who did not answer."""

@@ -1,5 +1,6 @@
-"""What a clear did in all tiers of a world, as the world's index counts it. Pure."""
+"""What a clear did in all tiers of a world, as its index counts it, and what it could not do yet. Pure."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lmcache_ray.tiers.spec import Tier
@@ -19,3 +20,20 @@ class TierClearCounts:
     num_removed: int
     num_kept: int
     pending_ranks: tuple[int, ...] = ()
+
+
+class UnseenClears:
+    """What was cleared in a tier before it was known what is there."""
+
+    def __init__(self) -> None:
+        self._keys: set[bytes] = set()
+        self._is_all = False
+
+    def add(self, keys: Iterable[bytes] | None) -> None:
+        """These, or all with None."""
+        self._is_all = self._is_all or keys is None
+        self._keys.update(keys or ())
+
+    def cover(self, key: bytes) -> bool:
+        """Whether the key was among them."""
+        return self._is_all or key in self._keys

@@ -17,6 +17,7 @@ from lmcache_ray.index.slot_table import COUNTER_BITS, EPOCH_BITS
 from lmcache_ray.index_service import IndexService
 from lmcache_ray.storage.remote import RemoteChunk
 from lmcache_ray.tiers.calls import RankAnswer, TierCall, TierRanks, problems_of, reading_s
+from lmcache_ray.tiers.counts import UnseenClears
 from lmcache_ray.tiers.health import TierHealth
 from lmcache_ray.tiers.promotion import Promotion
 from lmcache_ray.tiers.recovery import rejoin_disk
@@ -59,6 +60,7 @@ class DiskTier:
         self._timeout_s = timeout_s
         self._clock = clock
         self._lock = threading.Lock()  # guards `_owed`
+        self._unseen_clears = UnseenClears()  # under the index's lock
         self._owed: dict[int, set[ChunkRef]] = {rank: set() for rank in ranks.holders}
 
     # -- opening ------------------------------------------------------------------------------------------------------
@@ -87,12 +89,19 @@ class DiskTier:
         left_out = {common[position] for position in disk.adopt(common)}
         with self._service.at_now() as (index, _):
             index.disk = disk
+            cleared = disk.evict([ref for ref, _ in disk.entries() if self._unseen_clears.cover(ref.key)])
+            self._unseen_clears = UnseenClears()
+            left_out.update((ref.key, ref.generation) for ref in cleared)
         useless = {rank: set(one.entries).difference(everywhere - left_out) for rank, one in found.items()}
         for rank, entries in useless.items():
             self._owe([ChunkRef(key, 0, generation) for key, generation in entries], (rank,))
         if any(useless.values()):
             self.delete(())
             self._ask(TierCall("open_disk"), timeout_s)  # removes empty directories, if the limit needs it
+
+    def note_cleared(self, keys: Sequence[bytes] | None) -> None:
+        """These (None: all) are cleared before anybody has seen what there is. To be called under the index's lock."""
+        self._unseen_clears.add(keys)
 
     def take_back(self, rank: int, timeout_s: float) -> None:
         """A rank's process is new: open its directory again; what it lacks is cached no more, what is unknown goes.

@@ -144,6 +144,9 @@ class TierService:
             return _Cleared(_keys_of(plan.refs), _keys_of(plan.kept), silent)
         if tier is Tier.DISK and self.disk is not None:
             with self._service.at_now() as (index, _):
+                if index.disk is None:
+                    self.disk.note_cleared(keys)
+                    return _Cleared(set(), set(), index.memory.holders)
                 plan = index.clear_disk(keys)
             silent = self.disk.delete((*plan.refs, *plan.aborted))
             return _Cleared(_keys_of(plan.refs), _keys_of(plan.kept), silent)

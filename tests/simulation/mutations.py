@@ -90,14 +90,26 @@ MUTATIONS: Final = (
     Mutation(
         "views do not hold their slots after a restart",
         "lmcache_ray/index/recovery.py",
-        "    for view in rebuilt.viewed:",
-        "    for view in ():",
+        "hold_views(index, rebuilt.viewed, now=now)",
+        "hold_views(index, (), now=now)",
     ),
     Mutation(
-        "a rank obeys a coordinator's writers of before",
+        "the floor does not rise",
         "lmcache_ray/arena/slots.py",
-        "MUTATED WHEN THE FLOOR LANDS",
-        "",
+        "        self._floor[0] = max(self._floor[0], generation)",
+        "        self._floor[0] = self._floor[0]",
+    ),
+    Mutation(
+        "a rank does not ask which slots clients are writing",
+        "lmcache_ray/shard.py",
+        "            busy = {*self._in_progress.values(), *(slot for slot, _ in foreign)}",
+        "            busy = {*self._in_progress.values()}",
+    ),
+    Mutation(
+        "a coordinator that comes back has its predecessor's epoch",
+        "cluster/record.py",
+        "return replace(self, epoch=self.epoch + 1)",
+        "return replace(self)",
     ),
     Mutation(
         "a disk write is not checked at its end",

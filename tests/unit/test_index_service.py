@@ -118,6 +118,14 @@ def test_a_lease_that_was_given_up_before_it_was_there_is_not_kept(door: Door) -
     assert door.service.keep("late", max_slots=2) is True, "it is not remembered for ever"
 
 
+def test_a_load_that_is_planned_again_after_its_release_is_not_kept(door: Door) -> None:
+    door.store("ab")
+    for is_kept in (True, False):  # the second time its request has come twice
+        door.service.prepare_load(keys_of("ab"), client="driver", start=0, lease_ids=["views"])
+        assert door.service.keep("views", max_slots=2) is is_kept
+        door.service.release(["views"])
+
+
 def test_ranks_that_ask_for_themselves_get_the_same_slots(door: Door) -> None:
     keys = keys_of("ab")
     plans = [door.client.prepare_store(keys, start=0, rank=rank) for rank in (1, 0)]

@@ -180,3 +180,17 @@ def test_a_write_that_was_under_way_when_the_disk_failed_does_not_end_the_outage
     assert world.num_waiting() == 1, "what is stored now goes down again"
     world.write_down()
     assert world.num_waiting() == 0
+
+
+def test_what_is_cleared_before_anybody_has_seen_the_disk_is_not_found_there(tmp_path: Path) -> None:
+    with open_world(tmp_path) as world:
+        assert world.store(1, 2, 3) == 3
+        world.write_down()
+    later = World(tmp_path, life="life 2")
+    counts = later.tiers.clear(keys_of(2), [Tier.DISK])
+    assert counts.pending_ranks == RANKS, "nothing has been deleted yet"
+    later.disk.open(CALL_S)
+    assert (later.where(1), later.where(2), later.where(3)) == ("d", "", "d")
+    assert later.num_files() == [2, 2]
+    later.check()
+    later.close()
