@@ -190,11 +190,17 @@ class CoordinatorCore:
                 self.clients.leave(client.client_id)
 
     def ping_ranks(self) -> None:
-        """A rank that is stopped, or stuck, lives as far as Ray can tell."""
+        """A rank that is stopped, or stuck, lives as far as Ray can tell.
+
+        One whose process died as it was being enlisted may have been watched by nobody: another answers for it then.
+        """
         alive = [rank for rank in range(self.membership.world_size) if self.membership.is_alive(rank)]
         answering = self._ranks.ping(alive)
         for rank in alive:
             self.membership.pinged(rank, answered=rank in answering)
+            hello = self.membership.records()[rank].hello
+            if hello is not None and answering.get(rank, hello.pid) != hello.pid:
+                self.lost(rank, f"process {hello.pid} has ended, and {answering[rank]} is in its place")
 
     def follow_views(self) -> None:
         """See `Recovery.follow_views`."""

@@ -128,9 +128,10 @@ class RankCalls:
         answers = self._ask(dict.fromkeys(ranks, ("viewed",)), _HOUSEKEEPING_S)
         return {rank: unpack(answer) for rank, answer in answers.items() if isinstance(answer, bytes)}
 
-    def ping(self, ranks: Sequence[int]) -> list[int]:
+    def ping(self, ranks: Sequence[int]) -> dict[int, int]:
         """See `RankPort`."""
-        return list(self._ask(dict.fromkeys(ranks, ("ping",)), _HOUSEKEEPING_S))
+        answers = self._ask(dict.fromkeys(ranks, ("ping",)), _HOUSEKEEPING_S)
+        return {rank: pid for rank, pid in answers.items() if isinstance(pid, int)}
 
     def is_client_dead(self, rank: int, liveness_path: str) -> bool:
         """See `RankPort`."""

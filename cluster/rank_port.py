@@ -64,8 +64,8 @@ class RankPort(Protocol):
         """What views of living clients on these ranks' nodes show now, by rank; the silent are left out."""
         ...
 
-    def ping(self, ranks: Sequence[int]) -> Collection[int]:
-        """The ranks among these that answer."""
+    def ping(self, ranks: Sequence[int]) -> dict[int, int]:
+        """The process ids of those among these ranks that answer."""
         ...
 
     def is_client_dead(self, rank: int, liveness_path: str) -> bool:

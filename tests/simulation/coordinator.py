@@ -136,9 +136,10 @@ class SimulatedRankCalls:
         """See `RankPort`."""
         return self._ask(dict.fromkeys(ranks, ("viewed",)), _HOUSEKEEPING_S)
 
-    def ping(self, ranks: Sequence[int]) -> Collection[int]:
+    def ping(self, ranks: Sequence[int]) -> dict[int, int]:
         """See `RankPort`."""
-        return list(self._ask(dict.fromkeys(ranks, ("ping",)), _HOUSEKEEPING_S))
+        answers = self._ask(dict.fromkeys(ranks, ("ping",)), _HOUSEKEEPING_S)
+        return {rank: pid for rank, pid in answers.items() if isinstance(pid, int)}
 
     def is_client_dead(self, rank: int, liveness_path: str) -> bool:
         """See `RankPort`."""
