@@ -137,12 +137,15 @@ class CoordinatorCore:
         """
         with self.service.at_now() as (index, _):
             before = index.memory.table.next_generation
+        named = None if keys is None else frozenset(keys)
+        if not self._recovery.is_rebuilt:  # the index that is to come leaves it out
+            self._recovery.remember(MissedClear(before, named, tiers=tuple(tiers)))
         counts = self.tiers.clear(keys, tiers)
         holders = self.world.layout.holders
         silent = set(counts.pending_ranks) if self.can_serve() else set(holders)
         with self.service.at_now() as (index, _):
             kept = _still_cached(index.memory.table, keys, before)
-        cleared = MissedClear(before, None if keys is None else frozenset(keys), kept, tuple(tiers))
+        cleared = MissedClear(before, named, kept, tuple(tiers))
         if Tier.CPU in tiers:
             present = [rank for rank in holders if rank not in silent]
             silent.update(set(present).difference(self._ranks.forget(present, cleared)))

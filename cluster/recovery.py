@@ -116,12 +116,22 @@ class Recovery:
         self._keep(lambda record: record.with_clear(clear))
 
     def finish_clears(self) -> None:
-        """Have every holder carry out what some of them have missed, and remember it no more once all have."""
+        """Have every holder carry out what some of them have missed, and remember it no more once all have.
+
+        What is in the index all the same was leased, or shown by a view: it stays.
+        """
         clears = self._record.clears
         if not clears or not self._is_rebuilt or not self._membership.can_serve() or self._tiers.problems():
             return
         holders = self._world.layout.holders
-        done = [clear for clear in clears if len(self._ranks.forget(holders, clear)) == len(holders)]
+        with self._service.at_now() as (index, _):
+            cached = index.memory.table.refs(list(index.memory.table.slot_of.values()))
+        kept = {clear: frozenset((ref.slot, ref.generation) for ref in cached if clear.covers(ref)) for clear in clears}
+        done = [
+            clear
+            for clear in clears
+            if len(self._ranks.forget(holders, replace(clear, kept=clear.kept | kept[clear]))) == len(holders)
+        ]
         self._keep(lambda record: record.without(done))
 
     def follow_views(self) -> None:
@@ -186,11 +196,12 @@ class Recovery:
         """Every holder has told what it has. One that dies, or does not free, is asked again, and this is done anew."""
         rebuilt = rebuild(self._reports, is_cleared=self._record.is_cleared)
         self._free(rebuilt.useless)
-        with self._service.at_now() as (index, now):
-            restore(index.memory, rebuilt, now=now)
         self._restored_views = {view.lease_id: replace(view, slots=()) for view in rebuilt.viewed}
+        with self._service.at_now() as (index, now):
+            kept = tuple(ref for ref in rebuilt.kept if not self._record.is_cleared(ref))  # a clear may just have come
+            restore(index.memory, replace(rebuilt, kept=kept), now=now)
+            self._is_rebuilt = True
         self._reports.clear()
-        self._is_rebuilt = True
 
     def _free(self, useless: Mapping[int, Sequence[ChunkRef]]) -> None:
         for rank, refs in useless.items():
