@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from lmcache_ray.arena.capacity import arena_nbytes
@@ -30,6 +30,7 @@ from .worker import CONCURRENCY_GROUPS, RankWorker
 from .world import WorldSpec, cluster_prefix, coordinator_name, rank_name
 
 _STOP_TIMEOUT_S = 5.0
+_FIND_TIMEOUT_S = 10.0
 _FLUSH_TIMEOUT_S = 30.0
 _POLL_S = 0.02
 _MAX_PENDING_CALLS = 10_000
@@ -76,17 +77,28 @@ def launch(plan: LaunchPlan) -> ClusterActors:
 
 
 def find(name: str, namespace: str) -> Actor | None:
-    """The coordinator of a cluster that lives, or None."""
+    """The coordinator of a cluster that lives, or None. One that is just being restarted is waited for."""
+    deadline = Deadline(_FIND_TIMEOUT_S)
     try:
-        coordinator = ray.get_actor(coordinator_name(name), namespace=namespace)
-        ray.get(coordinator.ping.remote(), timeout=_STOP_TIMEOUT_S)
+        coordinator: Actor = ray.get_actor(coordinator_name(name), namespace=namespace)
+        while not _answers(coordinator, deadline):
+            time.sleep(_POLL_S)
     except (ValueError, RayActorError):
         return None
     except GetTimeoutError:
         raise DeadlineError(
-            f"the coordinator of cluster {name!r} in namespace {namespace!r} did not answer in {_STOP_TIMEOUT_S:g} s"
+            f"the coordinator of cluster {name!r} in namespace {namespace!r} did not answer in {_FIND_TIMEOUT_S:g} s"
         ) from None
     return coordinator
+
+
+def _answers(coordinator: Actor, deadline: Deadline) -> bool:
+    """False if its process has ended and Ray starts another."""
+    try:
+        ray.get(coordinator.ping.remote(), timeout=deadline.remaining_s())
+    except ActorUnavailableError:
+        return False
+    return True
 
 
 def is_taken(name: str, namespace: str) -> bool:

@@ -29,7 +29,7 @@ class FreshCoordinator(Coordinator):
     @ray.method(concurrency_group="control")
     def begin_anew(self, world_size: int, timeout_s: float) -> None:
         """Forget every broadcast; from now on there are `world_size` ranks."""
-        self._exchange = Exchange(uuid.uuid4().hex, world_size, timeout_s)
+        self._core.exchange = Exchange(uuid.uuid4().hex, world_size, timeout_s)  # type: ignore[misc]
 
 
 def tiny_world() -> WorldSpec:
@@ -59,7 +59,7 @@ def tiny_world() -> WorldSpec:
 def start_coordinator() -> Actor:
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     groups = concurrency_groups(MAX_RANKS)
-    actor: Actor = ray.remote(concurrency_groups=groups)(FreshCoordinator).options(num_cpus=0).remote(tiny_world(), 1)
+    actor: Actor = ray.remote(concurrency_groups=groups)(FreshCoordinator).options(num_cpus=0).remote(tiny_world())
     return actor
 
 

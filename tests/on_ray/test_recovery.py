@@ -18,7 +18,7 @@ from lmcache_ray.errors import ClusterError, DeadlineError
 from lmcache_ray.shape_spec import parse_kvcache_shape_spec
 from tests.on_ray import rank_functions
 from tests.on_ray.checked_calls import got, prompt, put, retrieved, store, wait_until
-from tests.on_ray.conftest import StartCluster
+from tests.on_ray.conftest import NAMESPACE, StartCluster
 from tests.on_ray.random_driver import C
 
 CALL_TIMEOUT_S = 12.0
@@ -143,7 +143,11 @@ def test_killed_while_idle(cluster: CacheCluster, names: tuple[str, ...]) -> Non
         assert store(cluster, prompt(number)) == WHOLE
     assert put(cluster, prompt(3)) == WHOLE
     epochs = [rank.epoch for rank in cluster.status().ranks]
-    wait_until_whole(cluster, kill(cluster, *names))
+    dead = kill(cluster, *names)
+    with CacheCluster.connect(cluster.link.world.name, namespace=NAMESPACE) as newcomer:
+        wait_until_whole(newcomer, dead)
+        assert newcomer.lookup(prompt(1)) == WHOLE
+    wait_until_whole(cluster, dead)
     check_hits(cluster, 1, 2, 3)
     for rank in cluster.status().ranks:
         assert rank.epoch == epochs[rank.worker_id] + (f"rank {rank.worker_id}" in names)
