@@ -5,111 +5,55 @@ a rank is silent it reports nothing of it, and where one is proven dead it repor
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
 from cluster.messages import (
-    ClientHello,
     DirectWrites,
     LoadItem,
     LookupItem,
     PlannedLoad,
     PlannedStore,
-    RankHello,
     StoreDone,
     StoreItem,
     pack_flags,
     pack_keys,
 )
-from cluster.world import WorldSpec
-from lmcache_ray.errors import ClusterError, DeadlineError, LMCacheRayError, UnknownClientError
+from lmcache_ray.errors import DeadlineError, LMCacheRayError
 from lmcache_ray.index.plans import ChunkRef
 from lmcache_ray.index.slot_table import COUNTER_BITS
-from lmcache_ray.shard import ArenaSource, ChunkSource, EngineShard, PayloadSource, leading, read_chunks
+from lmcache_ray.shard import ArenaSource, ChunkSource, PayloadSource, leading, read_chunks
 from lmcache_ray.tiers.counts import TierClearCounts
 from lmcache_ray.tiers.spec import Tier
-from tests.simulation.copying import Copying, Rows
-from tests.simulation.network import Handle, Network, ProcessEnded
-from tests.simulation.nodes import ArenaFile, Liveness, Node
+from tests.simulation.copying import Rows
+from tests.simulation.link import ClientParts, Deadline, Link, outcome_of
+from tests.simulation.nodes import Node
 from tests.simulation.ranks import Payload
-from tests.simulation.scheduler import Process, Scheduler
-from tests.simulation.values import Bytes, Prompt
+from tests.simulation.scheduler import Process
+from tests.simulation.values import Prompt
 from tests.simulation.views import View
 
 REPORT_S: Final = 1.0
 _LOOK_AGAIN_S: Final = 0.5
 
 
-class Deadline:
-    """`timeout_s` from now."""
+class Client(Link):
+    """One driver: every method is one call of a user's."""
 
-    def __init__(self, scheduler: Scheduler, timeout_s: float) -> None:
-        self._scheduler = scheduler
-        self.timeout_s = timeout_s
-        self.end = scheduler.now + timeout_s
-
-    def left_s(self) -> float:
-        """What is left of it."""
-        return max(0.0, self.end - self._scheduler.now)
-
-
-class Client:
-    """One client process on `node`, which has ranks of the world or (`has_liveness` False) has not."""
-
-    def __init__(
-        self,
-        name: str,
-        process: Process,
-        node: Node,
-        *,
-        world: WorldSpec,
-        scheduler: Scheduler,
-        network: Network,
-        coordinator: Handle,
-        ranks: Sequence[Handle],
-        copying: Copying,
-        contents: Bytes,
-        happened: Counter[str],
-    ) -> None:
-        self.name: Final = name
-        self.process: Final = process
-        self.node: Final = node
+    def __init__(self, name: str, process: Process, node: Node, parts: ClientParts) -> None:
+        super().__init__(name, process, node, parts)
         self.views: Final[list[View]] = []
-        self._world = world
-        self._scheduler = scheduler
-        self._network = network
-        self._coordinator = coordinator
-        self._ranks = ranks
-        self._copying = copying
-        self._contents = contents
-        self._happened = happened
-        self._hellos: list[RankHello] = []
-        self._maps: dict[int, tuple[ArenaFile, EngineShard]] = {}
+        self._copying = parts.copying
+        self._contents = parts.contents
         self._num_leases = 0
         self._num_puts = 0
         self._putting: set[int] = set()
-        self.liveness = Liveness(name, f"/{node.name}/{name}", process)
-        self._path: str | None = None
 
     # -- calls --------------------------------------------------------------------------------------------------------
-
-    def register(self) -> None:
-        """Begin to use the cluster. Only where there are ranks can its end be proven, and can it map arenas."""
-        deadline = Deadline(self._scheduler, self._world.call_timeout_s)
-        hellos = self._network.call(self._coordinator, "introduce", timeout_s=deadline.left_s())
-        if hellos is None:
-            raise ClusterError("the cluster is not whole")
-        self._hellos = hellos
-        if self._path is None and any(hello.node_id == self.node.name for hello in hellos):
-            self._path = self.liveness.path
-            self.node.liveness[self._path] = self.liveness
-        self._network.call(self._coordinator, "register_client", self._hello(), timeout_s=deadline.left_s())
-
-    def _hello(self) -> ClientHello:
-        return ClientHello(self.name, self.node.name, 0, self._path)
 
     def lookup(self, prompt: Prompt, *, lease_id: str | None = None) -> int:
         """Leading chunks that are cached."""
@@ -170,7 +114,7 @@ class Client:
                 if rank not in away:
                     written[rank] = self._write_here(rank, refs)
             for rank, pending in sent.items():
-                written[rank] = _outcome(lambda pending=pending: pending.wait(deadline.left_s()))
+                written[rank] = outcome_of(partial(pending.wait, deadline.left_s()))
         return self._report(plan, refs, written, deadline)
 
     def retrieve(self, prompt: Prompt) -> int:
@@ -245,7 +189,7 @@ class Client:
                 planned: PlannedStore = plan
                 return planned
             wait_s = min(_LOOK_AGAIN_S, deadline.left_s())
-            _outcome(lambda wait_s=wait_s: self._decide_patiently("wait_for_room", timeout_s=wait_s))
+            outcome_of(partial(self._decide_patiently, "wait_for_room", timeout_s=wait_s))
 
     def _write_here(self, rank: int, refs: Sequence[ChunkRef]) -> Any:
         mapped = self._map(rank)
@@ -327,7 +271,7 @@ class Client:
                 return ArenaSource(mapped[1].slots)
         else:
             call = self._network.send(self._ranks[rank], "export", refs)
-            payload = _outcome(lambda: call.wait(deadline.left_s()))
+            payload = outcome_of(lambda: call.wait(deadline.left_s()))
             if isinstance(payload, Payload):
                 return PayloadSource(payload.data, payload.present)
         return PayloadSource(np.empty((0, 0), dtype=np.uint8), [False] * len(refs))
@@ -341,55 +285,5 @@ class Client:
         if not any(map(self._needs_payload, range(self._world.layout.world_size))):
             return nothing
         call = self._network.send(self._ranks[0], "export", refs)
-        payload = _outcome(lambda: call.wait(deadline.left_s()))
+        payload = outcome_of(lambda: call.wait(deadline.left_s()))
         return payload if isinstance(payload, Payload) else nothing
-
-    # -- the rest of the world ----------------------------------------------------------------------------------------
-
-    def _node_of(self, rank: int) -> str:
-        return self._hellos[rank].node_id if self._hellos else ""
-
-    def _is_here(self, rank: int) -> bool:
-        return self._path is not None and self._node_of(rank) == self.node.name
-
-    def _map(self, rank: int) -> tuple[ArenaFile, EngineShard] | None:
-        """The rank's arena of this node, mapped anew if another file has taken its place."""
-        file = self.node.arenas.get(rank)
-        if file is None:
-            return None
-        if rank not in self._maps or self._maps[rank][0] is not file:
-            self._maps[rank] = (file, EngineShard(file.mapped()))
-        return self._maps[rank]
-
-    def _file(self, rank: int) -> ArenaFile | None:
-        mapped = self._map(rank) if self._is_here(rank) else None
-        return None if mapped is None else mapped[0]
-
-    def _decide(self, name: str, *arguments: object, timeout_s: float) -> Any:
-        return self._ask("decide", name, *arguments, timeout_s=timeout_s)
-
-    def _decide_patiently(self, name: str, *arguments: object, timeout_s: float) -> Any:
-        if name != "clear":
-            arguments = (*arguments, max(0.0, timeout_s - min(0.5, timeout_s / 4)))
-        return self._ask("decide_patiently", name, *arguments, timeout_s=timeout_s)
-
-    def _ask(self, method: str, *arguments: object, timeout_s: float) -> Any:
-        end = self._scheduler.now + timeout_s
-        try:
-            return self._network.call(self._coordinator, method, *arguments, timeout_s=timeout_s)
-        except UnknownClientError:
-            self._happened["a client registered again"] += 1
-            self._network.call(
-                self._coordinator, "register_client", self._hello(),
-                timeout_s=max(0.0, end - self._scheduler.now),
-            )  # fmt: skip
-            left_s = max(0.0, end - self._scheduler.now)
-            return self._network.call(self._coordinator, method, *arguments, timeout_s=left_s)
-
-
-def _outcome(call: Callable[[], Any]) -> Any:
-    """What a call answers, or the named error that it ends with."""
-    try:
-        return call()
-    except (ProcessEnded, LMCacheRayError) as error:
-        return error

@@ -25,7 +25,6 @@ _WEIGHTS: Final = {
     Fault.CLOCK_JUMP: 1.0,
 }
 _LONGEST_STOP_S: Final = 15.0
-_NEVER: Final = 1e9
 
 
 class Mischief:
@@ -106,6 +105,8 @@ class Mischief:
         if not clients:
             return False
         client = self._world.rng.choice(clients)
+        if not client.is_known_where_it_runs:
+            self._world.faults.count(Fault.CLIENT_GONE)
         self._world.story.tell(client.name, "dies")
         self._world.scheduler.kill(client.process)
         self._workload.employ(self._world.add_client())

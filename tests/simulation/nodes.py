@@ -23,7 +23,7 @@ class ArenaFile:
 
     def mapped(self) -> ArenaSlots:
         """The slots, as a process has them that maps the file."""
-        return ArenaSlots(memoryview(self._memory).cast("B"), self.geometry)
+        return ArenaSlots(self._memory.data.cast("B"), self.geometry)
 
 
 @dataclass(slots=True)

@@ -7,10 +7,9 @@ somebody has stored it again; one that was reported as stored is found in the en
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 from cluster.messages import LoadItem, LookupItem, PlannedLoad, PlannedStore, StoreDone, StoreItem, unpack_keys
-from lmcache_ray.errors import LMCacheRayError
 from lmcache_ray.tiers.counts import TierClearCounts
 from lmcache_ray.tiers.spec import Tier
 from tests.simulation.copying import Violation
@@ -131,7 +130,3 @@ class Oracle:
 
     def _named(self, keys: bytes | None) -> Sequence[bytes]:
         return tuple(self.every_key) if keys is None else unpack_keys(keys)
-
-
-NAMED_ERRORS: Final = LMCacheRayError
-"""What a call may end with when something is wrong; anything else is a fault of ours."""

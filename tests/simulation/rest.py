@@ -1,10 +1,12 @@
 """What must be so when nothing goes wrong any more: how a world comes to rest, and what is left then."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from lmcache_ray.errors import LMCacheRayError
 from lmcache_ray.tiers.spec import Tier
+from lmcache_ray.tiers.tiered_index import TieredIndex
 from tests.simulation.clients import Client
 from tests.simulation.copying import Violation
 from tests.simulation.faults import Fault
@@ -38,7 +40,7 @@ def come_to_rest(world: World) -> None:
         if world.scheduler.now >= last_puts_at:
             last_puts_at = world.scheduler.now + _BETWEEN_PUTS_S
             for client in world.living_clients():
-                world.scheduler.spawn(client.process, "put", lambda client=client: _put_once_more(world, client))
+                world.scheduler.spawn(client.process, "put", partial(_put_once_more, world, client))
         world.scheduler.run_until(world.scheduler.now + _STEP_S)
     _look_for_what_was_stored(world)
     _use_everything(world)
@@ -95,10 +97,7 @@ def _look_for_what_was_stored(world: World) -> None:
     world.happened["found again"] += len(world.oracle.stored)
 
 
-def _is_cached(index: object, key: bytes) -> bool:
-    from lmcache_ray.tiers.tiered_index import TieredIndex
-
-    assert isinstance(index, TieredIndex)
+def _is_cached(index: TieredIndex, key: bytes) -> bool:
     return index.memory.table.ready_ref(key) is not None or index.is_on_disk(key)
 
 

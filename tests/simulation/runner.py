@@ -12,7 +12,7 @@ from tests.simulation.together import Together
 from tests.simulation.workload import Workload
 from tests.simulation.world import World
 
-_CHECK_EVERY: Final = 16
+_CHECK_EVERY: Final = 20
 _STEP_S: Final = 4.0
 
 

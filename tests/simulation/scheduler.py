@@ -13,6 +13,8 @@ from typing import Final
 
 from greenlet import GreenletExit, getcurrent, greenlet
 
+_MOST_STEPS: Final = 300_000
+
 
 class Process:
     """What dies and stands still as one."""
@@ -79,6 +81,8 @@ class Scheduler:
             at, _, event = heappop(self._due)
             self.now = max(self.now, at)
             self.num_steps += 1
+            if self.num_steps > _MOST_STEPS:
+                raise RuntimeError(f"more than {_MOST_STEPS} steps: something goes round and round")
             event()
             if self.failure is not None:
                 raise self.failure

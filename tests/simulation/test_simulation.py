@@ -87,7 +87,7 @@ def test_every_kind_of_mishap_and_every_way_back_was_seen() -> None:
 
 def test_a_seed_tells_the_same_story_every_time() -> None:
     first, again = (simulate("--seed", "3", "--trace").stdout.splitlines()[:-1] for _ in range(2))
-    assert len(first) > 100
+    assert len(first) > 50
     assert first == again
 
 

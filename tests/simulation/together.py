@@ -6,7 +6,8 @@ the others from their next.
 
 from collections import deque
 from collections.abc import Callable
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
 from cluster.messages import StoreDone, StoreItem, pack_flags, pack_keys
 from lmcache_ray.broadcast.tags import Aborted, Call, Payload, Tag
@@ -91,7 +92,7 @@ class Together:
         self._ask("break_broadcasts", f"rank {rank} was sent {received} where {what} was due")
         return f"refused {received}"
 
-    def _ask(self, method: str, *arguments: object) -> object:
+    def _ask(self, method: str, *arguments: object) -> Any:
         pending = self._world.network.send(self._world.coordinator, method, *arguments, reliably=True)
         return pending.wait(_STEP_S)
 
@@ -109,7 +110,7 @@ class Together:
                 continue
             steps = deque([(what, step)])
             self._waiting[rank] = (serving, steps)
-            self._world.scheduler.spawn(process, "steps", lambda rank=rank, s=serving, d=steps: self._work(rank, s, d))
+            self._world.scheduler.spawn(process, "steps", partial(self._work, rank, serving, steps))
 
     def _work(self, rank: int, serving: SimulatedRank, steps: deque[tuple[str, Step]]) -> None:
         name = self._world.ranks[rank].name

@@ -11,7 +11,6 @@ from typing import Final
 
 from cluster.core import first_generation
 from cluster.rank_port import Enlistment
-from cluster.record import ClusterRecord
 from cluster.topology import Topology
 from lmcache_ray.errors import ClusterError, LMCacheRayError
 from lmcache_ray.storage.disk_space import disk_capacity
@@ -22,12 +21,14 @@ from lmcache_ray.tiers.spec import Tier
 from tests.simulation.clients import REPORT_S, Client
 from tests.simulation.coordinator import CoordinatorParts, SimulatedCoordinator
 from tests.simulation.copying import Copying, Violation
-from tests.simulation.faults import Fault, Faults
+from tests.simulation.faults import Faults
 from tests.simulation.invariants import check_index, check_ranks, check_views
+from tests.simulation.link import ClientParts
 from tests.simulation.network import Handle, Network
 from tests.simulation.nodes import ArenaFile, Node
 from tests.simulation.oracle import Oracle
 from tests.simulation.ranks import RankParts, SimulatedRank
+from tests.simulation.record import Record
 from tests.simulation.scheduler import Scheduler
 from tests.simulation.shape import CALL_S, Shape
 from tests.simulation.storage import MemoryDisk, MemoryRemote
@@ -37,26 +38,6 @@ from tests.simulation.values import Bytes
 _START_S: Final = 20.0
 _RESTART_S: Final = 1.0
 _TICK_S: Final = 0.05
-
-
-class Record:
-    """The record of the cluster's name: a `RecordKeeper` that outlives every process."""
-
-    def __init__(self, faults: Faults) -> None:
-        self._faults = faults
-        self._record = ClusterRecord()
-
-    def load(self) -> ClusterRecord:
-        """See `RecordKeeper`."""
-        return self._record
-
-    def save(self, record: ClusterRecord) -> None:
-        """See `RecordKeeper`."""
-        if self._faults.strikes(Fault.RECORD_UNREACHABLE):
-            raise ClusterError("the record cannot be reached")
-        if record.epoch < self._record.epoch:
-            raise Violation(f"the record goes back from epoch {self._record.epoch} to {record.epoch}")
-        self._record = record
 
 
 class World:
@@ -83,8 +64,8 @@ class World:
         self.ranks: Final = [Handle(f"rank {rank}") for rank in range(self.spec.layout.world_size)]
         self.nodes: Final[list[Node]] = []
         self.clients: Final[list[Client]] = []
-        self.arenas: Final[dict[int, ArenaFile]] = {}
-        """Those that the index stands for."""
+        self.num_jumped_s = 0.0
+        """How far the clock has gone forward by itself: no call is blamed for it."""
         self._num_pids = 0
         self._num_clients = 0
         self._record = Record(self.faults)
@@ -101,6 +82,10 @@ class World:
             self.happened,
             self._open_remote,
         )
+        self._client_parts = ClientParts(
+            self.spec, self.scheduler, self.network, self.coordinator, self.ranks, self.copying, self.contents,
+            self.happened,
+        )  # fmt: skip
         for _ in range(rng.choice((1, 2))):
             self.add_node()
 
@@ -175,12 +160,7 @@ class World:
         """A driver connects, on some node."""
         self._num_clients += 1
         name = f"client {self._num_clients}"
-        process = self.scheduler.process(name)
-        client = Client(
-            name, process, self.rng.choice(self.living_nodes()), world=self.spec, scheduler=self.scheduler,
-            network=self.network, coordinator=self.coordinator, ranks=self.ranks, copying=self.copying,
-            contents=self.contents, happened=self.happened,
-        )  # fmt: skip
+        client = Client(name, self.scheduler.process(name), self.rng.choice(self.living_nodes()), self._client_parts)
         self.clients.append(client)
         return client
 
@@ -188,17 +168,15 @@ class World:
 
     def kill_coordinator(self) -> None:
         """Its process ends, and Ray starts another."""
-        process = self.coordinator.process
-        assert process is not None
+        assert self.coordinator.process is not None
         self.story.tell("coordinator", "dies")
-        self.scheduler.kill(process)
+        self.scheduler.kill(self.coordinator.process)
         self.scheduler.after(_RESTART_S * (0.5 + self.rng.random()), self.restart_coordinator)
 
     def kill_rank(self, rank: int) -> None:
         """Its process ends, and Ray starts another, on the same node if that is there."""
         handle, node = self.ranks[rank], self._rank(rank).node
-        assert handle.process is not None
-        if not handle.process.is_alive:
+        if handle.process is None or not handle.process.is_alive:
             return
         self.story.tell(handle.name, "dies")
         self.scheduler.kill(handle.process)
@@ -219,7 +197,6 @@ class World:
                 self.scheduler.kill(client.process)
         for rank in range(len(self.ranks)):
             if self._rank(rank).node is node:
-                self.arenas.pop(rank, None)
                 self.kill_rank(rank)
 
     def _distrust(self) -> None:
@@ -231,7 +208,7 @@ class World:
     # -- looking ------------------------------------------------------------------------------------------------------
 
     def living_nodes(self) -> list[Node]:
-        """The machines that are there."""
+        """Machines that are there."""
         return [node for node in self.nodes if node.is_alive]
 
     def living_coordinator(self) -> SimulatedCoordinator | None:
@@ -296,8 +273,6 @@ class World:
         if took_s > CALL_S + REPORT_S + _TICK_S and not what.startswith("view"):
             raise Violation(f"{client.name}: {what} took {took_s:.1f} s of {CALL_S:g}")
         return is_good
-
-    num_jumped_s = 0.0
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
