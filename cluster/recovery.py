@@ -15,7 +15,7 @@ from lmcache_ray.broadcast.exchange import Exchange
 from lmcache_ray.errors import LMCacheRayError, RankUnavailableError
 from lmcache_ray.index.arena_report import ArenaReport, ViewedSlots
 from lmcache_ray.index.plans import ChunkRef
-from lmcache_ray.index.recovery import hold_views, rebuild, restore, settle_returned
+from lmcache_ray.index.recovery import hold_views, leave_out, rebuild, restore, settle_returned
 from lmcache_ray.index_service import IndexService
 from lmcache_ray.tiers.recovery import miss_remote, rejoin_memory, send_down
 from lmcache_ray.tiers.tier_service import TierService
@@ -198,8 +198,7 @@ class Recovery:
         self._free(rebuilt.useless)
         self._restored_views = {view.lease_id: replace(view, slots=()) for view in rebuilt.viewed}
         with self._service.at_now() as (index, now):
-            kept = tuple(ref for ref in rebuilt.kept if not self._record.is_cleared(ref))  # a clear may just have come
-            restore(index.memory, replace(rebuilt, kept=kept), now=now)
+            restore(index.memory, leave_out(rebuilt, self._record.is_cleared), now=now)  # a clear may just have come
             self._is_rebuilt = True
         self._reports.clear()
 

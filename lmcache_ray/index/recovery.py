@@ -9,7 +9,7 @@ Generations settle every doubt: a chunk counts only if key, slot and generation 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Final
 
@@ -67,6 +67,13 @@ def rebuild(reports: Mapping[int, ArenaReport], *, is_cleared: Callable[[ChunkRe
         for rank, report in reports.items()
     }
     return Rebuilt(kept, orphans, unfinished, useless, viewed)
+
+
+def leave_out(rebuilt: Rebuilt, is_cleared: Callable[[ChunkRef], bool]) -> Rebuilt:
+    """The same without what was cleared since it was compared; what a view shows of it stays, found by nobody."""
+    kept = tuple(ref for ref in rebuilt.kept if not is_cleared(ref))
+    taken = {ref.slot for ref in (*rebuilt.unfinished, *kept)}
+    return replace(rebuilt, kept=kept, orphans=_orphans(rebuilt.viewed, taken))
 
 
 def restore(index: CacheIndex, rebuilt: Rebuilt, *, now: float) -> None:

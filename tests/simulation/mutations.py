@@ -83,9 +83,9 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "a clear forgets those who are away",
-        "cluster/recovery.py",
-        "rebuild(self._reports, is_cleared=self._record.is_cleared)",
-        "rebuild(self._reports, is_cleared=lambda ref: False)",
+        "cluster/record.py",
+        "return any(clear.covers(ref) for clear in self.clears)",
+        "return False",
     ),
     Mutation(
         "views do not hold their slots after a restart",

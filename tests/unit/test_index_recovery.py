@@ -8,7 +8,15 @@ from lmcache_ray.index.arena_report import ArenaReport, ViewedSlots
 from lmcache_ray.index.cache_index import CacheIndex
 from lmcache_ray.index.plans import ChunkRef, StorePlan
 from lmcache_ray.index.policy import make_policy
-from lmcache_ray.index.recovery import UNKNOWN_KEY, Rebuilt, rebuild, rejoin, restore, settle_returned
+from lmcache_ray.index.recovery import (
+    UNKNOWN_KEY,
+    Rebuilt,
+    leave_out,
+    rebuild,
+    rejoin,
+    restore,
+    settle_returned,
+)
 from lmcache_ray.index.slot_table import COUNTER_BITS, SlotState
 
 NUM_SLOTS = 8
@@ -120,6 +128,19 @@ def test_a_viewed_chunk_that_another_rank_lacks_stays_in_place_and_is_found_by_n
     assert lonely.slot not in {found.slot for found in plan.refs}
     index.release("lease")
     assert index.counts().leases == 0
+
+
+def test_what_is_cleared_while_the_ranks_free_the_rest_is_left_out_but_stays_for_those_who_look_at_it() -> None:
+    gone, looked_at, kept = ref(1, 0, 0), ref(2, 1, 1), ref(3, 2, 2)
+    shown = ViewedSlots("client", "lease", ((looked_at.slot, looked_at.generation),))
+    rebuilt = rebuilt_of(ArenaReport(committed=(gone, looked_at, kept), viewed=(shown,)))
+    assert set(rebuilt.kept) == {gone, looked_at, kept}
+    index = make_index(epoch=2, holders=(0,))
+    restore(index, leave_out(rebuilt, {gone, looked_at}.__contains__), now=0.0)
+    index.check_integrity()
+    assert [index.lookup([one.key]) for one in (gone, looked_at, kept)] == [0, 0, 1]
+    plan = index.prepare_store([key(n) for n in range(50, 70)], client="c", now=0.0)
+    assert looked_at.slot not in {found.slot for found in plan.refs}
 
 
 # -- a rank returns ---------------------------------------------------------------------------------------------------
