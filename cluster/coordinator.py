@@ -17,7 +17,7 @@ import ray
 
 from lmcache_ray.broadcast.exchange import Exchange
 from lmcache_ray.broadcast.tags import Call, Tag, TakeResult
-from lmcache_ray.errors import ClusterError, DeadlineError
+from lmcache_ray.errors import ClusterError, DeadlineError, LMCacheRayError
 from lmcache_ray.index_service import IndexService
 from lmcache_ray.tiers.assembly import index_maker, open_remote, tier_service, tiered_index
 
@@ -57,7 +57,12 @@ class Coordinator:
         self._calls = RankCalls(
             epoch=record.epoch, myself=context.current_actor, clear_timeout_s=world.call_timeout_s / 2
         )
-        self._core = _core(world, record.epoch, self._calls, keeper, has_returned=has_returned)
+        self._refusal: LMCacheRayError | None = None
+        try:
+            self._core = _core(world, record.epoch, self._calls, keeper, has_returned=has_returned)
+        except LMCacheRayError as error:  # of an actor whose constructor raises Ray tells no more than that it died
+            self._refusal = error
+            return
         self._house = Housekeeping(self._core, self._calls)
         if has_returned:
             self._calls.give([_rank_actor(world, rank) for rank in range(world.layout.world_size)])
@@ -67,7 +72,9 @@ class Coordinator:
 
     @ray.method(concurrency_group="control")
     def ping(self) -> int:
-        """The epoch, as a sign of life."""
+        """The epoch, as a sign of life. Raises what kept the coordinator from being put together."""
+        if self._refusal is not None:
+            raise self._refusal
         return self._core.epoch
 
     @ray.method(concurrency_group="control")

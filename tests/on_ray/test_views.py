@@ -19,7 +19,7 @@ from cluster.client import CacheCluster, Request
 from cluster.coordinator_client import CoordinatorClient
 from cluster.messages import LoadItem, pack_keys
 from cluster.views import CachedViews
-from lmcache_ray.errors import InvalidRequestError
+from lmcache_ray.errors import InvalidRequestError, UnknownClientError
 from lmcache_ray.shape_spec import parse_kvcache_shape_spec
 from tests.on_ray.conftest import NAMESPACE, StartCluster
 from tests.on_ray.kv_bytes import assert_same, odd_shards, shard_bytes
@@ -182,9 +182,9 @@ def test_nothing_is_kept_for_a_client_that_is_not_known(cluster: CacheCluster) -
     cluster.put(TOKENS, odd_shards(cluster.link.world.layout, len(TOKENS), seed=11))
     nobody = CoordinatorClient(cluster.link.coordinator.actor, "nobody", timeout_s=10)
     asked = LoadItem(pack_keys(cluster.prompt(TOKENS).keys), 0, ("of-nobody",), keep=True)
-    (planned,) = nobody.prepare_loads([asked])
-    assert (len(planned.refs), planned.is_kept, cluster.status().view_leases) == (3, False, 0)
-    nobody.complete([], ["of-nobody"])
+    with pytest.raises(UnknownClientError, match="client 'nobody' is not registered"):
+        nobody.prepare_loads([asked])
+    assert (cluster.status().view_leases, cluster.status().leases) == (0, 0)
 
 
 def test_a_batch_of_views_keeps_its_order_and_each_item_fails_alone(cluster: CacheCluster) -> None:
