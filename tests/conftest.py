@@ -1,14 +1,26 @@
 """What holds for all tests: those under unit/ and contract/ never start Ray, whose start costs them seconds."""
 
+import gc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.redis_server import redis_server as redis_server  # a fixture, for all
 
+# No time limits: how long an example takes is a matter of what else the machine does.
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unhurried")
+
 _WITHOUT_RAY = [Path(__file__).parent / folder for folder in ("unit", "contract")]
+
+
+def pytest_collection_finish() -> None:
+    """What imports and collection have made stays: no search for garbage in any test goes through all of it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

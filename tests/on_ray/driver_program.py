@@ -1,6 +1,6 @@
-"""A driver for tests that end drivers: starts a cluster of two ranks, says so, and works until it is told otherwise.
+"""A driver for tests that end drivers: starts a cluster, says so, and works until it is told otherwise.
 
-    python driver_program.py ARENA_DIR NAME NAMESPACE once|endless
+    python driver_program.py ARENA_DIR NAME NAMESPACE WORLD_SIZE once|endless
 
 Prints "starting", then a JSON list of the process ids of coordinator and ranks, then, once calls go on, "calling".
 """
@@ -21,14 +21,14 @@ _NUM_TOKENS = 256
 
 def main() -> None:
     """Runs one request, or one after the other."""
-    arena_dir, name, namespace, how_long = sys.argv[1:]
+    arena_dir, name, namespace, world_size, how_long = sys.argv[1:]
     print("starting", flush=True)
     with CacheCluster.start(
         LMCacheEngineConfig(chunk_size=16, capacity_chunks=64, arena_dir=arena_dir),
         model_name="m",
         kv_shape=(1, 2, 16, 1, 4),
         kv_dtype=torch.float16,
-        world_size=2,
+        world_size=int(world_size),
         name=name,
         namespace=namespace,
     ) as cluster:

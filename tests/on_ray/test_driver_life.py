@@ -23,6 +23,14 @@ _PATIENCE_S = 60.0  # until something is reported as never happening, on a machi
 _SOON_S = 15.0
 
 
+_COMMANDS = """
+import sys
+sys.path[0] = {root!r}
+from cluster.__main__ import main
+for words in ("up --world-size 1", "status", "down"):
+    assert main([*words.split(), "--json"]) == 0, words
+"""
+
 TERMINATED = (128 + signal.SIGTERM, 1)
 """Ends in order after SIGTERM. Where the signal meets one of Ray's own waits, Ray makes the exit status 1."""
 
@@ -31,10 +39,16 @@ class Driver:
     """The driver program in a process of its own."""
 
     def __init__(
-        self, arena_dir: Path, name: str, environment: Mapping[str, str], *, how_long: str = "endless"
+        self,
+        arena_dir: Path,
+        name: str,
+        environment: Mapping[str, str],
+        *,
+        world_size: int = 1,
+        how_long: str = "endless",
     ) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, _PROGRAM, arena_dir, name, NAMESPACE, how_long],
+            [sys.executable, _PROGRAM, arena_dir, name, NAMESPACE, str(world_size), how_long],
             env=environment,
             stdout=subprocess.PIPE,
             text=True,
@@ -124,7 +138,7 @@ def test_sigterm_during_the_start_leaves_nothing(arena_dir: Path, joining: dict[
 def test_a_killed_driver_takes_its_ranks_along_and_the_next_one_sweeps(
     arena_dir: Path, joining: dict[str, str]
 ) -> None:
-    with running(Driver(arena_dir, "killed", joining)) as driver:
+    with running(Driver(arena_dir, "killed", joining, world_size=2)) as driver:
         pids = json.loads(driver.until("["))
         driver.until("calling")
         driver.end(signal.SIGKILL)
@@ -172,7 +186,7 @@ def test_a_detached_cluster_is_used_and_ended_by_other_processes(
 
 
 def test_replays_begun_together_have_names_of_their_own_and_the_next_one_sweeps_for_a_killed_one(
-    arena_dir: Path, joining: dict[str, str]
+    arena_dir: Path, joining: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = ["replay", "--namespace", NAMESPACE, "--arena-dir", str(arena_dir), "--world-size", "1", "--json"]
     long = [*line, "--requests", "200000", "--window", "1", "--capacity-blocks", "50"]
@@ -194,7 +208,8 @@ def test_replays_begun_together_have_names_of_their_own_and_the_next_one_sweeps_
             process.wait()
     assert list(arena_dir.glob("*.arena")) != []  # of the killed one, whichever of the names it had
     wait_until(lambda: living_actors() == [], "both clusters are gone")
-    report = _command(joining, *line, "--requests", "20", "--verify")
+    assert main([*line, "--requests", "20", "--verify"]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (report["requests"], report["byte_mismatches"]) == (20, 0)
     assert os.listdir(arena_dir) == []
 
@@ -208,21 +223,18 @@ def test_the_configuration_names_the_cluster_where_the_command_is_given(
     (tmp_path / "mine.yaml").write_text(
         f"cluster_name: by-file\ncluster_namespace: {NAMESPACE}\narena_dir: {arena_dir}\ncapacity_chunks: 4\n"
     )
-    environment = {**joining, "LMCACHE_CONFIG_FILE": "mine.yaml"}
-    command = f"import sys; sys.path[0] = {str(_ROOT)!r}; from cluster.__main__ import main; sys.exit(main())"
-
-    def answer(*arguments: str) -> dict[str, Any]:
-        done = subprocess.run(
-            [sys.executable, "-c", command, *arguments, "--json"],
-            cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=_PATIENCE_S,
-        )
-        assert done.returncode == 0, done.stderr
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return found
-
-    assert answer("up", "--world-size", "1")["name"] == "by-file"
-    assert answer("status")["namespace"] == NAMESPACE
-    assert answer("down")["name"] == "by-file"
+    done = subprocess.run(
+        [sys.executable, "-c", _COMMANDS.format(root=str(_ROOT))],
+        cwd=tmp_path,
+        env={**joining, "LMCACHE_CONFIG_FILE": "mine.yaml"},
+        capture_output=True,
+        text=True,
+        timeout=_PATIENCE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    up, status, down = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+    assert up["name"] == down["name"] == "by-file"
+    assert status["namespace"] == NAMESPACE
 
 
 def _command(environment: dict[str, str], *arguments: str) -> dict[str, Any]:

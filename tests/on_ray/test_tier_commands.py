@@ -169,6 +169,7 @@ def test_the_second_replay_on_a_disk_hits_everything(
     ray_nodes: list[str], arena_dir: Path, tmp_path: Path, commands: Commands
 ) -> None:
     words = ["--local-disk", str(tmp_path / "kv"), "--max-local-disk-size", "0.1", "--capacity-blocks", "60"]
+    words += ["--world-size", "1"]
     first, second = (replayed(commands, arena_dir, *words) for _ in range(2))
     assert 0 < first["hit_rate"] < 1
     assert (second["hit_rate"], second["hit_blocks"]) == (1.0, first["lookup_blocks"])
