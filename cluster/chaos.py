@@ -1,181 +1,158 @@
 """A chaos run: verified traffic from several processes, while ranks, the coordinator and drivers are killed at random.
 
-The cluster is the run's own, and so is its Ray. What is promised is measured from outside: a prompt that was stored
-before a blow is loaded on every rank again and again after it, until it is a hit, and every byte is compared.
+The cluster is the run's own, and so is its Ray. What is promised is measured from outside: before each blow a prompt is
+stored; after it, that prompt and one that has been there from the beginning are loaded on every rank, again and again,
+until all of both is a hit. Nobody stores them meanwhile. What was cleared before the blow must be a miss then.
 """
 
-import json
 import os
-import signal
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Final
 
 from lmcache_ray.arena.names import cluster_digest, parse_file_name
 from lmcache_ray.errors import LMCacheRayError
 
-from .chaos_driver import PROMPT_BLOCKS, VerifiedCalls, probe_prompt
-from .chaos_plan import RECOVERY_BAR_S, Blow, Call, ChaosReport, blows
+from .chaos_calls import VerifiedCalls
+from .chaos_plan import NUM_DRIVERS, PROMPT_BLOCKS, Blow, blows, watched_prompt
+from .chaos_processes import Drivers, deal
+from .chaos_report import RECOVERY_BAR_S, ChaosReport
 from .client import CacheCluster
 from .launch import is_taken
-from .probe import PACKAGE_ROOT
+from .workload import TraceRequest
+from .world import ClusterStatus
 
-NUM_DRIVERS = 2
-_POLL_S = 0.1
-_QUIET_S = 30.0
-_LONGEST_RECOVERY_S = 4 * RECOVERY_BAR_S
+_POLL_S: Final = 0.1
+_QUIET_S: Final = 30.0
+_PATIENCE_S: Final = 4 * RECOVERY_BAR_S
+_STOP_TIMEOUTS: Final = 1.5  # how long a process is stopped, in deadlines of a call
+_LASTING: Final = watched_prompt(0)
 
-
-class Drivers:
-    """The driver processes of a run, and the lines they have written."""
-
-    def __init__(self, cluster: CacheCluster, address: str, seed: int, folder: Path) -> None:
-        self._world = cluster.link.world
-        self._seed = seed
-        self._folder = folder
-        self._environment = {**os.environ, "RAY_ADDRESS": address, "PYTHONPATH": PACKAGE_ROOT}
-        self._processes = [self._started(number) for number in range(NUM_DRIVERS)]
-
-    def kill(self, number: int) -> None:
-        """Kill one at once, and start another in its place."""
-        self._processes[number].kill()
-        self._processes[number].wait()
-        self._processes[number] = self._started(number)
-
-    def stop(self, report: ChaosReport) -> None:
-        """End all, and count their calls. One that has ended by itself is a fault."""
-        for number, process in enumerate(self._processes):
-            if process.poll() is not None:
-                report.faults.append(f"driver {number} has ended by itself with {process.returncode}")
-            process.terminate()
-        for number, process in enumerate(self._processes):
-            try:
-                process.wait(_QUIET_S)
-            except subprocess.TimeoutExpired:
-                report.hangs.append(f"driver {number} did not end within {_QUIET_S:g} s")
-                process.kill()
-                process.wait()
-        for path in sorted(self._folder.glob("driver-*.jsonl")):
-            for line in path.read_text(encoding="utf-8").splitlines():
-                with suppress(json.JSONDecodeError):  # the last line of one that was killed
-                    report.count(Call(**json.loads(line)))
-
-    def kill_all(self) -> None:
-        """Whatever goes wrong, none is left."""
-        for process in self._processes:
-            process.kill()
-            process.wait()
-
-    def _started(self, number: int) -> "subprocess.Popen[bytes]":
-        path = self._folder / f"driver-{number}.jsonl"
-        arguments = [self._world.name, self._world.namespace, str(number), str(self._seed), str(path)]
-        with (self._folder / f"driver-{number}.log").open("ab") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", "cluster.chaos_driver", *arguments],
-                stdout=log,
-                stderr=log,
-                env=self._environment,
-                cwd=PACKAGE_ROOT,
-            )
+Tell = Callable[[str], None]
 
 
 def run_chaos(
-    cluster: CacheCluster,
-    *,
-    address: str,
-    minutes: float,
-    seed: int,
-    tell: Callable[[str], None] = lambda line: None,
+    cluster: CacheCluster, *, address: str, minutes: float, seed: int, tell: Tell = lambda line: None
 ) -> ChaosReport:
     """Do to `cluster` what `seed` says, for so many minutes; `address` is that of its Ray. It is whole in the end."""
     world = cluster.link.world
-    report = ChaosReport(seed, minutes, world.layout.world_size, not _is_per_rank(cluster))
+    is_shared = len(world.layout.holders) < world.layout.world_size
+    report = ChaosReport(seed, minutes, world.layout.world_size, is_shared)
     with tempfile.TemporaryDirectory(prefix="lmcache_ray-chaos-") as folder:
-        drivers = Drivers(cluster, address, seed, Path(folder))
+        drivers = Drivers(world.name, world.namespace, address, seed, Path(folder))
         try:
-            _strike(cluster, drivers, report, time.monotonic() + 60 * minutes, tell)
+            _ChaosRun(cluster, drivers, report, tell).strike_until(time.monotonic() + 60 * minutes)
             drivers.stop(report)
         finally:
             drivers.kill_all()
-        _await_rest(cluster, report)
+    _await_rest(cluster, report)
     return report
 
 
-def files_left(arena_dir: str, namespace: str, name: str) -> list[str]:
-    """What a cluster that has ended has left behind: actors, and files in shared memory."""
+def files_left(arena_dir: str, namespace: str, name: str, disk: str | None) -> list[str]:
+    """What a cluster that has ended has left behind: actors, files in shared memory, half-written ones on disk."""
     digest = cluster_digest(namespace, name)
     parsed = {found: parse_file_name(found) for found in os.listdir(arena_dir)}
     ours = [found for found, said in parsed.items() if said is not None and said.cluster == digest]
     left = [f"file {found} in {arena_dir}" for found in ours if not found.endswith(".alive")]
+    left += [f"file {path}" for path in Path(disk).rglob("*.tmp")] if disk is not None else []
     return left + (["actors"] if is_taken(name, namespace) else [])
 
 
-def _strike(
-    cluster: CacheCluster, drivers: Drivers, report: ChaosReport, until: float, tell: Callable[[str], None]
-) -> None:
-    stop_s = 1.5 * cluster.link.world.call_timeout_s
-    calls = VerifiedCalls(cluster)
-    for blow in blows(report.seed, world_size=report.world_size, num_drivers=NUM_DRIVERS, stop_s=stop_s):
-        _await_hit(calls)
-        time.sleep(blow.pause_s)
-        if time.monotonic() > until:
-            return
-        _carry_out(blow, cluster, drivers)
-        report.kills[blow.kind] += 1
+class _ChaosRun:
+    """The process that kills, with a connection of its own."""
+
+    def __init__(self, cluster: CacheCluster, drivers: Drivers, report: ChaosReport, tell: Tell) -> None:
+        self._cluster = cluster
+        self._calls = VerifiedCalls(cluster, NUM_DRIVERS)
+        self._drivers = drivers
+        self._report = report
+        self._tell = tell
+
+    def strike_until(self, end: float) -> None:
+        """Blow after blow, until that time of the monotonic clock; the cluster is whole at the return."""
+        report = self._report
+        stop_s = _STOP_TIMEOUTS * self._cluster.link.world.call_timeout_s
+        self._store(_LASTING)
+        for number, blow in enumerate(blows(report.seed, world_size=report.world_size, stop_s=stop_s), start=1):
+            time.sleep(blow.pause_s)
+            if time.monotonic() > end:
+                return
+            newest = watched_prompt(number)
+            self._store(newest)
+            deal(blow, self._whole_status(), self._drivers)
+            (report.kills if blow.kills else report.stops)[blow.kind] += 1
+            self._recover(blow, number, [_LASTING, newest])
+            self._clear(newest)
+
+    def _recover(self, blow: Blow, number: int, committed: Sequence[TraceRequest]) -> None:
         begun = time.monotonic()
-        hit_after = _await_hit(calls)
-        _await(cluster.is_healthy, _LONGEST_RECOVERY_S)
-        report.recoveries_s.append(hit_after)
-        report.whole_s.append(time.monotonic() - begun)
-        tell(f"{sum(report.kills.values())}: {blow.kind}: a hit again after {hit_after:.1f} s")
+        what = f"{number}: {blow.kind}"
+        if not _until(lambda: all(self._is_hit(prompt) for prompt in committed)):
+            self._fail(f"{what}: what was committed was no hit within {_PATIENCE_S:g} s")
+            self._store(_LASTING)
+        hit_s = time.monotonic() - begun
+        if not _until(self._cluster.is_healthy):
+            self._fail(f"{what}: not whole within {_PATIENCE_S:g} s")
+        whole_s = time.monotonic() - begun
+        if number > 1 and self._count_hits("lookup", watched_prompt(number - 1)):
+            self._fail(f"{what}: what was cleared is a hit again")
+        self._report.recoveries_s.append(hit_s)
+        self._report.whole_s.append(whole_s)
+        self._tell(f"{what}: hits again after {hit_s:.1f} s, whole after {whole_s:.1f} s")
+
+    def _store(self, prompt: TraceRequest) -> None:
+        def is_stored() -> bool:
+            self._count_hits("put", prompt)
+            return self._count_hits("lookup", prompt) == PROMPT_BLOCKS
+
+        if not _until(is_stored):
+            self._fail(f"a prompt could not be stored within {_PATIENCE_S:g} s")
+
+    def _clear(self, prompt: TraceRequest) -> None:
+        def is_cleared() -> bool:
+            return not self._calls.timed("clear", prompt).error and self._count_hits("lookup", prompt) == 0
+
+        if not _until(is_cleared):
+            self._fail(f"a prompt could not be cleared within {_PATIENCE_S:g} s")
+
+    def _is_hit(self, prompt: TraceRequest) -> bool:
+        return self._count_hits("retrieve", prompt) == PROMPT_BLOCKS
+
+    def _count_hits(self, kind: str, prompt: TraceRequest) -> int:
+        call = self._calls.timed(kind, prompt)
+        self._report.count(call)
+        return call.hits
+
+    def _whole_status(self) -> ClusterStatus:
+        found: list[ClusterStatus] = []
+
+        def is_whole() -> bool:
+            try:
+                found[:] = [self._cluster.status()]
+            except LMCacheRayError:
+                return False
+            return not found[0].problems
+
+        if not _until(is_whole):
+            self._fail(f"not whole within {_PATIENCE_S:g} s: {found[0].problems if found else 'no answer'}")
+        return found[0] if found else self._cluster.status()
+
+    def _fail(self, what: str) -> None:
+        self._report.faults.append(what)
+        self._tell(what)
 
 
-def _carry_out(blow: Blow, cluster: CacheCluster, drivers: Drivers) -> None:
-    if blow.driver is not None:
-        drivers.kill(blow.driver)
-        return
-    status = cluster.status()
-    pids = [pid for rank in blow.ranks if (pid := status.ranks[rank].pid) is not None]
-    if blow.stop_s:
-        for pid in pids:
-            _send(pid, signal.SIGSTOP)
-        time.sleep(blow.stop_s)
-        for pid in pids:
-            _send(pid, signal.SIGCONT)
-        return
-    for pid in [*pids, *([status.coordinator_pid] if blow.coordinator else [])]:
-        _send(pid, signal.SIGKILL)
-
-
-def _send(pid: int, number: signal.Signals) -> None:
-    with suppress(ProcessLookupError):  # it has ended by itself
-        os.kill(pid, number)
-
-
-def _await_hit(calls: VerifiedCalls) -> float:
-    """The seconds until the probe prompt is whole on every rank; it is stored if it was not there at first."""
-
-    def is_hit() -> bool:
-        try:
-            hits, mismatches = calls.replay(probe_prompt())
-        except LMCacheRayError:
+def _until(is_so: Callable[[], bool], timeout_s: float = _PATIENCE_S) -> bool:
+    """Ask until it is so; False if it never was."""
+    end = time.monotonic() + timeout_s
+    while not is_so():
+        if time.monotonic() > end:
             return False
-        if mismatches:
-            raise AssertionError(f"{mismatches} bytes of the probe prompt are wrong")
-        return hits == PROMPT_BLOCKS
-
-    return _await(is_hit, _LONGEST_RECOVERY_S)
-
-
-def _await(is_so: Callable[[], bool], timeout_s: float) -> float:
-    begun = time.monotonic()
-    while not is_so() and time.monotonic() - begun < timeout_s:
         time.sleep(_POLL_S)
-    return time.monotonic() - begun
+    return True
 
 
 def _await_rest(cluster: CacheCluster, report: ChaosReport) -> None:
@@ -186,10 +163,14 @@ def _await_rest(cluster: CacheCluster, report: ChaosReport) -> None:
         found[:] = _not_at_rest(cluster)
         return not found
 
-    _await(is_at_rest, _QUIET_S)
+    if _until(is_at_rest, _QUIET_S):
+        try:
+            cluster.check_integrity()
+            if "disk" in cluster.status().tiers:
+                found += cluster.check_tiers()
+        except LMCacheRayError as error:
+            found.append(f"{type(error).__name__}: {error}")
     report.leftovers += found
-    if not found:
-        cluster.check_integrity()
 
 
 def _not_at_rest(cluster: CacheCluster) -> list[str]:
@@ -204,8 +185,3 @@ def _not_at_rest(cluster: CacheCluster) -> list[str]:
     }
     counts = {"leases": status.leases, "clients beside this one": max(0, status.clients - 1), **tiers}
     return [f"{count} {what}" for what, count in counts.items() if count] + list(status.problems)
-
-
-def _is_per_rank(cluster: CacheCluster) -> bool:
-    layout = cluster.link.world.layout
-    return len(layout.holders) == layout.world_size

@@ -1,29 +1,34 @@
-"""What a chaos run does to a cluster, and what it says of it in the end. Pure.
+"""What a chaos run does: whom each blow hits, the prompts of its traffic, and whose KV rows are whose.
 
-The seed decides whom each blow hits and how long the pauses are; when exactly a process dies within its work is up to
-the machine.
+The seed decides all of it; when exactly a process dies within its work is up to the machine.
 """
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator
+from dataclasses import dataclass
 from random import Random
-from statistics import median
 from typing import Final
 
-RECOVERY_BAR_S: Final = 15.0
-"""What was committed must be a hit again within so many seconds after a kill."""
-GRACE_S: Final = 1.0
-"""A call may take so much longer than its deadline before it counts as hung."""
+from .workload import BLOCK_SIZE, TraceRequest
+
+NUM_DRIVERS: Final = 2
+"""Driver processes; the process that kills has a share of the KV rows like each of them."""
+NUM_PROMPTS: Final = 12
+"""Prompts of each driver."""
+PROMPT_BLOCKS: Final = 6
+KV_ROWS: Final = (1 + (NUM_DRIVERS + 1) * 32) * PROMPT_BLOCKS * BLOCK_SIZE
+"""Rows of each rank's paged KV: those that replays share, then 32 prompts' rows of each process."""
+_FIRST_WATCHED_ID: Final = 1_000_000_000
 _LONGEST_PAUSE_S: Final = 2.5
+_OFTEN: Final = ("rank", "rank", "rank", "coordinator", "coordinator", "rank and coordinator", "driver", "stopped rank")
+_SELDOM: Final = ("everybody", "rank killed when stopped", "stopped coordinator")
 
 
 @dataclass(frozen=True, slots=True)
 class Blow:
     """Kill these processes at once, after `pause_s` in which the cluster is whole.
 
-    `ranks` and `coordinator` are of the cluster; `driver` is the number of a driver process, or None. With `stop_s` the
-    rank is stopped for so long and then goes on, instead of being killed.
+    `ranks` and `coordinator` are of the cluster; `driver` is the number of a driver process, or None. With `stop_s`
+    they are stopped for so long first; unless it `kills`, they go on after that.
     """
 
     kind: str
@@ -32,104 +37,49 @@ class Blow:
     coordinator: bool = False
     driver: int | None = None
     stop_s: float = 0.0
+    kills: bool = True
 
 
-def blows(seed: int, *, world_size: int, num_drivers: int, stop_s: float) -> Iterator[Blow]:
-    """Without end. Every kind comes once in each six, in an order of its own."""
+def blows(seed: int, *, world_size: int, stop_s: float) -> Iterator[Blow]:
+    """Without end. Each nine have all frequent kinds and one of the others, in an order of their own."""
     random = Random(seed)
     while True:
-        kinds = ["rank", "rank", "coordinator", "rank and coordinator", "driver", "stopped rank"]
+        kinds = [*_OFTEN, random.choice(_SELDOM)]
         random.shuffle(kinds)
         for kind in kinds:
             pause_s = random.uniform(0.2, _LONGEST_PAUSE_S)
-            rank, driver = random.randrange(world_size), random.randrange(num_drivers)
+            rank, driver = random.randrange(world_size), random.randrange(NUM_DRIVERS)
             if kind == "driver":
                 yield Blow(kind, pause_s, driver=driver)
-            elif kind == "stopped rank":
-                yield Blow(kind, pause_s, ranks=(rank,), stop_s=stop_s)
+            elif kind == "everybody":
+                yield Blow(kind, pause_s, tuple(range(world_size)), coordinator=True)
             else:
-                ranks = () if kind == "coordinator" else (rank,)
-                yield Blow(kind, pause_s, ranks=ranks, coordinator="coordinator" in kind)
+                yield Blow(
+                    kind,
+                    pause_s,
+                    ranks=(rank,) if "rank" in kind else (),
+                    coordinator="coordinator" in kind,
+                    stop_s=stop_s if "stopped" in kind else 0.0,
+                    kills=not kind.startswith("stopped"),
+                )
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One call of a driver: how long it took, what it was allowed, and what came of it.
+def own_prompt(driver: int, number: int) -> TraceRequest:
+    """A prompt of one driver; those of even numbers share their first blocks with all drivers."""
+    shared = tuple(range(100, 100 + PROMPT_BLOCKS // 2)) if number % 2 == 0 else ()
+    first = 10_000 * (driver + 1) + 100 * number
+    return TraceRequest((*shared, *range(first, first + PROMPT_BLOCKS - len(shared))))
 
-    `error` is the name of the exception, if it ended with one, and `is_named` whether that is one of this project's.
+
+def watched_prompt(number: int) -> TraceRequest:
+    """A prompt of the process that kills, which nobody else uses."""
+    first = _FIRST_WATCHED_ID + 100 * number
+    return TraceRequest(tuple(range(first, first + PROMPT_BLOCKS)))
+
+
+def prompt_rows(process: int, turn: int) -> int:
+    """The first KV row of a process's next prompt.
+
+    Rows are used again late: a rank that was stopped may still write what it was told long ago.
     """
-
-    kind: str
-    seconds: float
-    allowed_s: float
-    hits: int = 0
-    mismatches: int = 0
-    error: str | None = None
-    is_named: bool = True
-
-    @property
-    def is_hung(self) -> bool:
-        """Whether it took longer than it may."""
-        return self.seconds > self.allowed_s + GRACE_S
-
-
-@dataclass(slots=True)
-class ChaosReport:
-    """A run; its fields, and what follows from them, are the keys of the JSON that `--json` prints.
-
-    `recoveries_s` are, for each blow, the seconds until a prompt that was committed before was a hit on every rank
-    again, and `whole_s` until the cluster called itself whole. What is in `leftovers` should not be there in the end.
-    """
-
-    seed: int
-    minutes: float
-    world_size: int
-    use_mla: bool
-    calls: Counter[str] = field(default_factory=Counter)
-    errors: Counter[str] = field(default_factory=Counter)
-    kills: Counter[str] = field(default_factory=Counter)
-    hit_chunks: int = 0
-    mismatches: int = 0
-    hangs: list[str] = field(default_factory=list)
-    faults: list[str] = field(default_factory=list)
-    recoveries_s: list[float] = field(default_factory=list)
-    whole_s: list[float] = field(default_factory=list)
-    leftovers: list[str] = field(default_factory=list)
-
-    def count(self, call: Call) -> None:
-        """One more call of a driver."""
-        self.calls[call.kind] += 1
-        self.hit_chunks += call.hits
-        self.mismatches += call.mismatches
-        if call.error is not None:
-            self.errors[call.error] += 1
-        if not call.is_named:
-            self.faults.append(f"{call.kind} ended with {call.error}")
-        if call.is_hung:
-            self.hangs.append(f"{call.kind} took {call.seconds:.1f} s of {call.allowed_s:.1f} s")
-
-    @property
-    def is_good(self) -> bool:
-        """Whether every promise was kept."""
-        is_in_time = max(self.recoveries_s, default=0.0) <= RECOVERY_BAR_S
-        return is_in_time and not (self.mismatches or self.hangs or self.faults or self.leftovers)
-
-    def to_json(self) -> dict[str, object]:
-        """A JSON-ready dictionary."""
-        numbers: dict[str, object] = {one.name: getattr(self, one.name) for one in fields(self)}
-        numbers |= {
-            "operations": sum(self.calls.values()),
-            "num_kills": sum(self.kills.values()),
-            "recoveries": len(self.recoveries_s),
-            "recovery_s": _summary(self.recoveries_s),
-            "whole_s": _summary(self.whole_s),
-            "is_good": self.is_good,
-        }
-        del numbers["recoveries_s"]
-        return numbers
-
-
-def _summary(seconds: Sequence[float]) -> Mapping[str, float]:
-    if not seconds:
-        return {}
-    return {"min": round(min(seconds), 2), "p50": round(median(seconds), 2), "max": round(max(seconds), 2)}
+    return (1 + 32 * process + turn % 32) * PROMPT_BLOCKS * BLOCK_SIZE

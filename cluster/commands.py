@@ -19,6 +19,7 @@ from lmcache_ray.shape_spec import LayerGroupSpec, parse_kvcache_shape_spec
 from lmcache_ray.tiers.assembly import check_remote
 
 from .chaos import files_left, run_chaos
+from .chaos_plan import KV_ROWS
 from .chat_workload import chat_workload
 from .cli import read_config
 from .client import CacheCluster
@@ -39,7 +40,6 @@ _DEFAULT_SPECS = {False: "(1,2,512,1,4):float16:1", True: "(1,1,512,1,8):float16
 _TIMEOUT_S = 180.0
 _CHAOS_CHUNKS = 256
 _CHAOS_CALL_S = 6.0
-_CHAOS_KV_TOKENS = 16 * BLOCK_SIZE
 
 
 def replay(arguments: argparse.Namespace) -> Outcome:
@@ -124,7 +124,7 @@ def chaos(arguments: argparse.Namespace) -> Outcome:
                 use_mla=arguments.use_mla,
                 name=name,
                 kv_source="cluster.replay_rank:zeroed_kv",
-                num_blocks=-(-_CHAOS_KV_TOKENS // config.block_size),
+                num_blocks=-(-KV_ROWS // config.block_size),
                 timeout_s=_TIMEOUT_S,
             ) as cluster:
                 report = run_chaos(
@@ -134,7 +134,7 @@ def chaos(arguments: argparse.Namespace) -> Outcome:
                     seed=arguments.seed,
                     tell=lambda line: print(line, file=sys.stderr, flush=True),
                 )
-            report.leftovers += files_left(config.arena_dir, namespace, name)
+            report.leftovers += files_left(config.arena_dir, namespace, name, config.local_disk)
     finally:
         session.close()
     if not arguments.json:

@@ -4,7 +4,7 @@ from typing import Final
 
 from rich.table import Table
 
-from .chaos_plan import ChaosReport
+from .chaos_report import ChaosReport
 from .report import ReplayReport
 from .world import ClusterStatus, TierStatus
 

@@ -54,7 +54,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("cluster: values and pure machines", (
         "cluster.messages", "cluster.topology", "cluster.membership", "cluster.workload", "cluster.chat_workload",
         "cluster.expected_bytes", "cluster.report", "cluster.world", "cluster.requests", "cluster.packed_calls",
-        "cluster.chaos_plan", "cluster.rank_port", "cluster.record", "cluster.health",
+        "cluster.chaos_plan", "cluster.chaos_report", "cluster.rank_port", "cluster.record", "cluster.health",
     )),
     ("cluster: shared by its processes", (
         "cluster.deadline", "cluster.open_plans", "cluster.clients", "cluster.ray_calls", "cluster.introduction",
@@ -77,7 +77,8 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     )),
     ("cluster: client", ("cluster.calls", "cluster.upkeep", "cluster.client")),
     ("cluster: commands", (
-        "cluster.replay_rank", "cluster.replay", "cluster.replay_name", "cluster.chaos_driver", "cluster.chaos",
+        "cluster.replay_rank", "cluster.replay", "cluster.replay_name",
+        "cluster.chaos_rank", "cluster.chaos_calls", "cluster.chaos_driver", "cluster.chaos_processes", "cluster.chaos",
         "cluster.tables", "cluster.cli",
         "cluster.outcome", "cluster.inspect_file", "cluster.commands", "cluster.__main__",
     )),
@@ -95,7 +96,7 @@ PURE = (
     "lmcache_ray.storage.remote_space",
     "cluster.messages", "cluster.topology", "cluster.membership", "cluster.workload", "cluster.chat_workload",
     "cluster.expected_bytes", "cluster.report", "cluster.world", "cluster.requests", "cluster.packed_calls",
-    "cluster.rank_port", "cluster.record", "cluster.health", "lmcache_ray.tiers.recovery",
+    "cluster.chaos_report", "cluster.rank_port", "cluster.record", "cluster.health", "lmcache_ray.tiers.recovery",
     "lmcache_ray.storage.chunk_format", "lmcache_ray.storage.chunk_frame", "lmcache_ray.storage.header_fields",
     "lmcache_ray.storage.disk_names", "lmcache_ray.storage.disk_space",
 )
