@@ -124,7 +124,7 @@ class Oracle:
 
     def _note_clear(self, watch: Watch, keys: bytes | None, tiers: Sequence[Tier]) -> None:
         counts: TierClearCounts = watch.answer
-        if counts.pending_ranks or counts.num_kept or not self.all_tiers.issubset(tiers):
+        if counts.num_kept or not self.all_tiers.issubset(tiers):
             return
         self.gone.update(key for key in self._named(keys) if self._planned.get(key, 0) < watch.number)
 
