@@ -4,7 +4,6 @@ Results go to stdout, progress and errors to stderr; with `--json` the last line
 """
 
 import argparse
-import gc
 import json
 import signal
 import sys
@@ -52,10 +51,8 @@ def _command(name: str) -> Callable[[argparse.Namespace], Outcome]:
         from .inspect_file import inspect
 
         return inspect
-    gc.disable()  # what is imported stays: looking for garbage in it, again and again, is a seventh of the time
     from . import commands
 
-    gc.enable()
     named = (
         commands.replay, commands.chaos, commands.up, commands.status, commands.restart, commands.drain,
         commands.down, commands.check,
