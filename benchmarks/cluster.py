@@ -44,7 +44,7 @@ class Scale:
 
 
 _FULL = Scale((8 * _MIB, 64 * _MIB, 256 * _MIB), 400, 15, 15, 9, 2, (1, 2, 4))
-_QUICK = Scale((8 * _MIB, 64 * _MIB), 10, 1, 1, 1, 1, (1, 4))
+_QUICK = Scale((8 * _MIB, 64 * _MIB), 40, 3, 3, 3, 1, (1, 4))
 
 
 def main() -> None:

@@ -13,8 +13,8 @@ import numpy as np
 from lmcache_ray.arena.arena import Arena
 from lmcache_ray.arena.liveness import LivenessFile, LivingClient, living_clients
 from lmcache_ray.arena.mapped import ArenaMap
-from lmcache_ray.arena.spec import ArenaSpec
 from lmcache_ray.arena.sweep import sweep
+from lmcache_ray.build import arena_spec
 from lmcache_ray.connector.base import KVConnector
 from lmcache_ray.errors import ArenaError, RankUnavailableError
 from lmcache_ray.index.arena_report import ArenaReport, ViewedSlots
@@ -63,7 +63,7 @@ class Rank:
         self._lock = threading.Lock()
         self._maps: dict[str, ArenaMap] = {}
         if setup.place.worker_id in world.layout.holders:
-            spec = ArenaSpec.of_rank(
+            spec = arena_spec(
                 world.layout,
                 setup.place.worker_id,
                 num_slots=world.num_slots,

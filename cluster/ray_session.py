@@ -103,13 +103,12 @@ def _simulate(namespace: str, num_nodes: int) -> RaySession:
     from ray.cluster_utils import Cluster
 
     _be_quiet()
-    # What workers print goes to their log files alone: no driver of this project asks for it.
-    node = {"num_cpus": _NODE_CPUS, "object_store_memory": _OBJECT_STORE_NBYTES, "include_log_monitor": False}
-    simulated = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+    sizes = {"num_cpus": _NODE_CPUS, "object_store_memory": _OBJECT_STORE_NBYTES}
+    simulated = Cluster(initialize_head=True, head_node_args={**sizes, "include_dashboard": False})
     session = RaySession(owns_ray=True, simulated=simulated)
     try:
         for _ in range(num_nodes - 1):
-            simulated.add_node(wait=True, **node)
+            simulated.add_node(num_cpus=_NODE_CPUS, object_store_memory=_OBJECT_STORE_NBYTES)
         _connect(namespace, simulated.address)
         simulated.wait_for_nodes()
     except BaseException:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 from lmcache_ray.arena.capacity import num_slots_for
+from lmcache_ray.arena.spec import ArenaGeometry, ArenaSpec
 from lmcache_ray.broadcast.callables import BroadcastFn, BroadcastObjectFn, CallableBroadcaster
 from lmcache_ray.broadcast.inprocess import InProcessGroup
 from lmcache_ray.config import LMCacheEngineConfig
@@ -131,6 +132,12 @@ def num_slots_of(config: LMCacheEngineConfig, layout: WorldLayout) -> int:
         return config.capacity_chunks
     budget = int(config.max_local_cpu_size * _GIB)
     return min(num_slots_for(budget, layout.ranks[rank].slot_nbytes) for rank in layout.holders)
+
+
+def arena_spec(layout: WorldLayout, rank: int, *, num_slots: int, namespace: str, name: str) -> ArenaSpec:
+    """What the arena of `rank` is."""
+    geometry = ArenaGeometry(num_slots, layout.ranks[rank].slot_nbytes)
+    return ArenaSpec(namespace, name, rank, layout.world_size, layout.fingerprint, geometry)
 
 
 def _settings(config: LMCacheEngineConfig, layout: WorldLayout, model_name: str, tiers: TierSpec) -> WorldSettings:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from lmcache_ray.errors import ArenaError
-from lmcache_ray.layout import ALIGNMENT, WorldLayout
+from lmcache_ray.layout import ALIGNMENT
 
 HEADER_NBYTES: Final = 4096
 FLOOR_OFFSET: Final = HEADER_NBYTES - 16
@@ -83,12 +83,6 @@ class ArenaSpec:
             raise ArenaError(f"rank must be in [0, world_size); got rank={self.rank}, world_size={self.world_size}")
         if len(self.fingerprint) != FINGERPRINT_NBYTES:
             raise ArenaError(f"fingerprint must have {FINGERPRINT_NBYTES} bytes; got {len(self.fingerprint)}")
-
-    @classmethod
-    def of_rank(cls, layout: WorldLayout, rank: int, *, num_slots: int, namespace: str, name: str) -> "ArenaSpec":
-        """What the arena of one of the world's ranks is."""
-        geometry = ArenaGeometry(num_slots, layout.ranks[rank].slot_nbytes)
-        return cls(namespace, name, rank, layout.world_size, layout.fingerprint, geometry)
 
 
 def _round_up(nbytes: int) -> int:

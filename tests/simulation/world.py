@@ -191,13 +191,13 @@ class World:
         self.story.tell(node.name, "is gone")
         node.is_alive = False
         self.add_node()
+        self._distrust()
         for client in self.clients:
             if client.node is node:
                 self.scheduler.kill(client.process)
         for rank in range(len(self.ranks)):
             if self._rank(rank).node is node:
                 self.kill_rank(rank)
-        self._distrust()
 
     def _distrust(self) -> None:
         """Until the world has found out what is lost, it may still say that it has it."""

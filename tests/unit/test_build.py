@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmcache_ray.arena.spec import ArenaSpec
-from lmcache_ray.build import build_engine, build_world, hasher_of, num_slots_of, resolve
+from lmcache_ray.build import arena_spec, build_engine, build_world, hasher_of, num_slots_of, resolve
 from lmcache_ray.connector.paged import PagedConnector
 from lmcache_ray.dtypes import KVDtype
 from lmcache_ray.errors import CapacityError, ConfigError, MetadataError, ShapeSpecError
@@ -116,7 +115,7 @@ def test_the_number_of_slots_follows_from_the_size_or_is_given(tmp_path: Path) -
     by_size = make_config(tmp_path, capacity_chunks=None, max_local_cpu_size=1 / 1024)
     assert num_slots_of(by_size, layout) == MIB // slot_nbytes
     assert num_slots_of(make_config(tmp_path, capacity_chunks=7, max_local_cpu_size=1), layout) == 7
-    spec = ArenaSpec.of_rank(layout, 1, num_slots=7, namespace="ns", name="n")
+    spec = arena_spec(layout, 1, num_slots=7, namespace="ns", name="n")
     assert (spec.rank, spec.world_size, spec.fingerprint) == (1, 2, layout.fingerprint)
     assert (spec.geometry.num_slots, spec.geometry.slot_nbytes) == (7, slot_nbytes)
 
